@@ -68,13 +68,6 @@ def test_a_row_is_read_as_it_was_written_or_not_at_all(
     assert unframe("batch_" + "1" * 32, rank, succeeded, whole) is None
 
 
-def test_a_row_of_an_earlier_version_is_a_line_of_json() -> None:
-    row = b'{"id":"batch_req_0","custom_id":"a"}\n'
-    assert unframe(BATCH, 3, True, row) == (row, None)
-    for damaged in (row[:-1], row[:-2] + b"\n", row + row, b"\0" * 20, row.replace(b"a", b'"'), b"{", b""):
-        assert unframe(BATCH, 3, True, damaged) is None
-
-
 def test_every_changed_bit_of_a_result_row_is_found() -> None:
     for row in (response_row("a", 200, {"x": [1, "é"]}), unfinished_row(None, "c", "m")):
         assert row.endswith(b"\n") and is_intact(row[:-1]) and json.loads(row)["id"].startswith("batch_req_")
@@ -83,7 +76,7 @@ def test_every_changed_bit_of_a_result_row_is_found() -> None:
                 changed = bytearray(row[:-1])
                 changed[place] ^= 1 << bit
                 assert not is_intact(bytes(changed)), (place, bit)
-    assert is_intact(b'{"id":"batch_req_' + b"a" * 32 + b'","custom_id":"an earlier version"}')
+    assert not is_intact(b'{"id":"batch_req_' + b"a" * 32 + b'","custom_id":"without a checksum"}')
 
 
 def content_of(path: Path, size: int) -> bytes:
@@ -455,20 +448,3 @@ async def test_a_batch_that_ends_early_delivers_the_rows_that_are_left(base: Bas
     assert codes.count(f"batch_{end}") == unfinished and len(codes) == LINES - ENDED + 1
     assert [row["custom_id"] for row in errors].count(None) == 1
     assert batch.usage == Usage(sum(int(row["custom_id"][1:]) for row in output), 0, len(output), 0)
-
-
-async def test_a_running_batch_of_an_earlier_version_loses_nothing(base: Base, root: Path) -> None:
-    """Its journal holds bare rows, and no row has a checksum."""
-    rows = bytearray()
-    for rank, _, _ in base.places:
-        succeeded = rank % 5 != 1
-        body = {"status_code": 200 if succeeded else 400, "request_id": "r", "body": {"answer": rank}}
-        row = {"id": f"batch_req_{rank:032x}", "custom_id": f"c{rank}", "response": body, "error": None}
-        data = json.dumps(row).encode() + b"\n"
-        query = "UPDATE lines SET result_start = ?, result_length = ? WHERE rank = ?"
-        sql(root, query, len(rows), len(data), rank)
-        rows += data
-    journal(root, base).write_bytes(rows)
-    batch, seen = await resume(root, base.batch)
-    check_whole(root, batch)
-    assert len(seen) == LINES - ENDED

@@ -25,7 +25,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         "",
         f"{digest('a')} acme",
         f"  {digest('b').upper()}  acme   flex  # the batch key",
-        f"{digest('ünï')} other.one priority",
+        f"{digest('ünï')} other.one default",
     )
     ring = load_keys(["direct"], path)
     found = [ring.find(key.encode()) for key in ("a", "b", "ünï", "direct")]
@@ -46,7 +46,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         ("metrics flex", "flex", True, False),
         ("operator", "default", True, True),
         ("operator flex", "flex", True, True),
-        ("metrics priority operator", "default", True, True),
+        ("metrics default operator", "default", True, True),
     ],
 )
 @pytest.mark.parametrize("tenant", ["metrics", "operator", "default"])
@@ -189,7 +189,7 @@ def test_any_address_needs_keys_of_one_kind() -> None:
 
 
 async def test_tenants_and_tiers_on_a_server(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = key_file(tmp_path, f"{digest('a1')} acme", f"{digest('a2')} acme flex", f"{digest('b')} bolt priority")
+    path = key_file(tmp_path, f"{digest('a1')} acme", f"{digest('a2')} acme flex", f"{digest('b')} bolt")
     async with batch_server(tokenizer, tmp_path / "state", api_key_file=path) as (served, _):
         clients = {key: client_of(served, api_key=key) for key in ("a1", "a2", "b", "x")}
         tiers = {}

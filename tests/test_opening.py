@@ -75,31 +75,6 @@ async def test_everything_in_the_folder_is_for_its_owner_alone(
     assert stat.S_IMODE((tmp_path / "requests.jsonl").stat().st_mode) == 0o600
 
 
-async def test_files_of_an_earlier_version_lose_the_mode_of_the_umask(tmp_path: Path) -> None:
-    await (await open_folder(tmp_path / "s")).close()
-    for name in ("tidemill.db", "engine.pid"):
-        (tmp_path / "s" / name).touch()
-        (tmp_path / "s" / name).chmod(0o644)
-    await (await open_folder(tmp_path / "s")).close()
-    assert modes(tmp_path / "s") == {}
-
-
-def test_files_of_another_user_are_used_where_their_group_may_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a volume of a pod that runs with another user id now; Kubernetes gave the files to the pod's group."""
-    open_state(tmp_path).close_now()
-    (tmp_path / "tidemill.db").chmod(0o660)
-
-    def chmod(path: Path, _mode: int) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "chmod", chmod)
-        open_state(tmp_path).close_now()
-    assert stat.S_IMODE((tmp_path / "tidemill.db").stat().st_mode) == 0o660
-
-
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755, 0o1777])
 async def test_the_mode_of_a_folder_that_exists_stays(tmp_path: Path, mode: int) -> None:
     root = tmp_path / "state"

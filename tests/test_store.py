@@ -320,13 +320,14 @@ async def test_one_server_per_folder(tmp_path: Path) -> None:
     await (await asyncio.to_thread(open_state, tmp_path / "state")).close()
 
 
-async def test_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+async def test_another_schema_is_refused_and_left_alone(tmp_path: Path, version: int) -> None:
     await (await asyncio.to_thread(open_state, tmp_path)).close()
     connection = sqlite3.connect(tmp_path / "tidemill.db")
-    connection.execute(f"PRAGMA user_version = {VERSION + 1}")
+    connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     before = digests(tmp_path)
-    with pytest.raises(ConfigError, match="newer version") as caught:
+    with pytest.raises(ConfigError, match="written by another version") as caught:
         await asyncio.to_thread(open_state, tmp_path)
     assert "\n" not in caught.value.message and digests(tmp_path) == before
 

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import logging
 import re
-import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,16 +11,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from batch_tools import batch_server, client_of, digest, jsonl, keys_of, line, results_of, submit, until
+from batch_tools import batch_server, client_of, jsonl, keys_of, line, results_of, submit, until
 from fake_engine import MODEL, Script, Served
 
 from engine.api import EngineRequest, TokenCosts
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.batch.usage import Bill
-from gateway.store.folder import open_state
 from gateway.store.objects import Usage
-from gateway.store.schema import MIGRATIONS
 from gateway.web import routes as web
 
 MISSING_FILE, MISSING_BATCH = "file-" + "0" * 32, "batch_" + "0" * 32
@@ -117,79 +113,6 @@ async def test_batches_stay_in_reach_whatever_key_the_next_start_has(tokenizer: 
             if isinstance(keys, str):
                 assert await names(clients["shop"]) == set() and await names(clients["shop"], "files") == set()
             assert not served.app.state.batches.jobs.paused
-
-
-def earlier_database(root: Path, rows: list[tuple[str, str | None]], statements: int = 2) -> dict[str, str]:
-    """Make a state folder of an earlier version with a finished batch for each tenant and idempotency key, and return
-    the batch's id by tenant."""
-    open_state(root).close_now()
-    (root / "tidemill.db").unlink()
-    for leftover in root.glob("tidemill.db-*"):
-        leftover.unlink()
-    connection = sqlite3.connect(root / "tidemill.db", isolation_level=None)
-    for number, script in enumerate(MIGRATIONS[:statements], 1):
-        connection.executescript(f"{script};PRAGMA user_version = {number};")
-    ids = {}
-    for number, (tenant, key) in enumerate(rows):
-        file_id, batch_id = f"file-{number:032x}", f"batch_{number:032x}"
-        (root / "files" / file_id).write_bytes(b"x")
-        connection.execute(
-            "INSERT INTO files (id, tenant, bytes, created_at, filename, purpose) VALUES (?, ?, 1, 1, 'f', 'batch')",
-            (file_id, tenant),
-        )
-        connection.execute(
-            "INSERT INTO batches (id, tenant, endpoint, input_file_id, completion_window, created_at, expires_at, "
-            "status, idempotency_key, idempotency_digest) VALUES (?, ?, '/v1/completions', ?, '24h', 1, 2, "
-            "'completed', ?, ?)",
-            (batch_id, tenant, file_id, key, key and f"of {tenant}"),
-        )
-        ids[tenant] = batch_id
-    connection.close()
-    return ids
-
-
-def former(key: str) -> str:
-    """The tenant of an --api-key value in earlier versions."""
-    return digest(key)[:16]
-
-
-async def test_the_state_of_earlier_versions_moves_to_the_default_tenant(
-    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "tidemill.gateway")
-    owners = ["", former("one"), former("two"), former("lost"), "shop", "default"]
-    ids = earlier_database(tmp_path / "state", [(owner, "again") for owner in owners])
-    moved = {ids[owner] for owner in ("", former("one"), former("two"), "default")}
-
-    async with started(tokenizer, tmp_path, ("one", "two"), "two") as (served, clients):
-        assert await names(clients["two"]) == moved
-        assert len(await names(clients["two"], "files")) == len(moved)
-        lines = [record.getMessage() for record in caplog.records if UNREACHABLE in record.getMessage()]
-        assert [text.split()[5].rstrip(",") for text in lines] == sorted([former("lost"), "shop"])
-        assert all("0 unfinished batches and 1 files" in text for text in lines)
-        assert all("tidemill batch list --tenant" in text for text in lines), "the one authority is an operator"
-        assert ["start once with the former --api-key" in text for text in lines] == [
-            former("lost") in text for text in lines
-        ]
-        assert await names(clients["two"], tenant="shop") == {ids["shop"]}
-        metrics = await get(clients["two"], "/metrics")
-        assert "tidemill_unreachable_tenants 2.0" in metrics.text
-        query = "SELECT count(*) FROM batches WHERE idempotency_key = 'again' GROUP BY tenant"
-        rows = await served.app.state.batches.folder.store._writer.run(lambda c: c.execute(query).fetchall())
-        assert [tuple(row) for row in rows] == [(1,)] * 3, "an idempotency key is unique in its tenant"
-
-    async with started(tokenizer, tmp_path, ("lost",), "lost") as (_, clients):
-        assert await names(clients["lost"]) == moved | {ids[former("lost")]}
-
-
-async def test_a_tenant_of_the_key_file_keeps_its_name_even_if_it_is_a_digest(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    ids = earlier_database(tmp_path / "state", [(former("one"), None), ("default", None)])
-    file = keys_of(tmp_path, f"f {former('one')}", "op ops operator")
-    async with started(tokenizer, tmp_path, file, "f", "one", "op", api_key=("one",)) as (_, clients):
-        for key, seen in (("f", {ids[former("one")]}), ("one", {ids["default"]}), ("op", set())):
-            assert await names(clients[key]) == seen
 
 
 async def test_a_tenant_without_a_key_is_named_until_it_has_one(

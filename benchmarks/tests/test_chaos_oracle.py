@@ -17,7 +17,7 @@ from benchmarks.chaos.gateway_kills import Killed
 from benchmarks.chaos.oracle import Answer, Difference, Tally
 from benchmarks.chaos.oracle_part import Holdings
 from benchmarks.chaos.server import Server
-from gateway.store.schema import MIGRATIONS
+from gateway.store.schema import SCHEMA
 
 GREEDY, SAMPLED, THREE = 0, 1, 2
 """Numbers of requests of these kinds."""
@@ -152,8 +152,7 @@ def test_what_nothing_explains_is_left_over(tmp_path: Path) -> None:
     for name in ("files", "tmp", "journals"):
         (server.state / name).mkdir(parents=True)
     connection = sqlite3.connect(server.state / "tidemill.db")
-    for script in MIGRATIONS:
-        connection.executescript(script)
+    connection.executescript(SCHEMA)
     connection.close()
     killed = Killed(server, random.Random(1), [], [])
     killed.left_over()

@@ -18,7 +18,7 @@ from benchmarks.chaos.store import (
     contents,
     judge_rows,
 )
-from gateway.store.schema import MIGRATIONS
+from gateway.store.schema import SCHEMA
 
 
 @pytest.fixture
@@ -28,8 +28,7 @@ def state(tmp_path: Path) -> State:
     for name in ("files", "journals"):
         (folder / name).mkdir(parents=True)
     connection = sqlite3.connect(folder / "tidemill.db")
-    for script in MIGRATIONS:
-        connection.executescript(script)
+    connection.executescript(SCHEMA)
     columns = "(id, tenant, endpoint, input_file_id, completion_window, created_at, expires_at, status)"
     for name in ("ended", "running"):
         connection.execute(f"INSERT INTO batches {columns} VALUES (?, '', '', ?, '', 0, 0, '')", (name, f"in-{name}"))

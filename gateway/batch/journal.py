@@ -2,8 +2,8 @@
 
     <CRC-32, 8 hex digits> <rank> <1 or 0: succeeded> <input>/<cached>/<output>/<reasoning tokens> <result row>
 
-The checksum covers the batch id and the rest of the row, so bytes of another batch or line are detected. Earlier
-versions wrote bare rows, which are only checked to be a line of JSON. Blocking: call it in a worker thread.
+The checksum covers the batch id and the rest of the row, so bytes of another batch or line are detected.
+Blocking: call it in a worker thread.
 """
 
 import os
@@ -11,7 +11,6 @@ import zlib
 from typing import NamedTuple
 
 from gateway.batch.lengths import AnswerLengths
-from gateway.batch.result_rows import is_json
 from gateway.store.disk import UnreadableError, read_errors
 from gateway.store.folder import StateFolder
 from gateway.store.objects import LineRecord, Usage
@@ -21,10 +20,10 @@ _CRC_BYTES = 9
 
 
 class JournalRow(NamedTuple):
-    """A result row and its usage (None: written by an earlier version)."""
+    """A result row and its usage."""
 
     row: bytes
-    usage: Usage | None
+    usage: Usage
 
 
 def frame(batch_id: str, rank: int, succeeded: bool, usage: Usage, row: bytes) -> bytes:
@@ -35,9 +34,6 @@ def frame(batch_id: str, rank: int, succeeded: bool, usage: Usage, row: bytes) -
 
 def unframe(batch_id: str, rank: int, succeeded: bool, data: bytes) -> JournalRow | None:
     """Return the row in a journal entry, or None if the entry is damaged or belongs to another line."""
-    if data.startswith(b"{"):
-        is_row = data.find(b"\n") == len(data) - 1 and is_json(data)
-        return JournalRow(data, None) if is_row else None
     content = data[_CRC_BYTES:]
     if data[:_CRC_BYTES] != _checksum(batch_id, content):
         return None
@@ -57,7 +53,7 @@ class JournalReader:
     Attributes:
         damaged: ranks of the lines whose row is missing or changed. With `lenient` this includes unreadable sectors.
         counts: number of intact rows that failed ([0]) and succeeded ([1]).
-        usage: total usage of the intact rows; None if a row of an earlier version is included.
+        usage: total usage of the intact rows.
     """
 
     def __init__(self, folder: StateFolder, batch_id: str, lenient: bool, answers: AnswerLengths | None = None) -> None:
@@ -71,7 +67,7 @@ class JournalReader:
         self.end = 0
         self.damaged: list[int] = []
         self.counts = [0, 0]
-        self.usage: Usage | None = Usage()
+        self.usage = Usage()
 
     def read(self, record: LineRecord) -> bytes | None:
         """Return the row of a finished line, or None if the row is damaged.
@@ -84,10 +80,9 @@ class JournalReader:
             self.damaged.append(record.ref.rank)
             return None
         self.counts[record.succeeded] += 1
-        usage = found.usage or (None if record.succeeded else Usage())
-        self.usage = None if self.usage is None or usage is None else self.usage.plus(usage)
-        if self._answers is not None and usage is not None:
-            self._answers.add(record.ref, usage.output_tokens)
+        self.usage = self.usage.plus(found.usage)
+        if self._answers is not None:
+            self._answers.add(record.ref, found.usage.output_tokens)
         return found.row
 
     def _read(self, record: LineRecord) -> JournalRow | None:

@@ -41,22 +41,11 @@ def _row(custom_id: str | None, response: Any, error: Any, salt: str | None = No
 
 
 def is_intact(row: bytes) -> bool:
-    """Return whether a row (without its line end) is undamaged. A row of an earlier version has no checksum and only
-    has to be valid JSON."""
-    if not row.startswith(_PREFIX):
+    """Return whether a row (without its line end) is undamaged."""
+    if not (row.startswith(_PREFIX) and row[_SEAL : _SEAL + 2] == b'",'):
         return False
-    if row[_SEAL : _SEAL + 2] == b'",':
-        crc = zlib.crc32(row[_SEAL + 2 :], zlib.crc32(row[len(_PREFIX) : _SALT]))
-        return row[_SALT:_SEAL] == b"%08x" % crc
-    return row[_SALT : _SALT + 2] == b'",' and is_json(row)
-
-
-def is_json(text: bytes) -> bool:
-    try:
-        orjson.loads(text)
-    except ValueError:
-        return False
-    return True
+    crc = zlib.crc32(row[_SEAL + 2 :], zlib.crc32(row[len(_PREFIX) : _SALT]))
+    return row[_SALT:_SEAL] == b"%08x" % crc
 
 
 Part = tuple[int, int] | bytes

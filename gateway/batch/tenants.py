@@ -1,17 +1,15 @@
 """Access of requests to the files and batches of tenants, and detection of tenants without a key."""
 
 import logging
-import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
 
 from gateway.context import is_operator, tenant_of
 from gateway.http.errors import ApiError
-from gateway.http.keys import DEFAULT_TENANT, KeyStore
+from gateway.http.keys import KeyStore
 from gateway.store.disk import StorageError
 from gateway.store.objects import BatchJob, FileObject, Holdings
 from gateway.store.row_store import RowStore
@@ -19,7 +17,6 @@ from gateway.store.row_store import RowStore
 log = logging.getLogger("tidemill.gateway")
 
 ALL_TENANTS = "*"
-_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 def reached_tenant(request: Request) -> str | None:
@@ -48,9 +45,7 @@ def shown(request: Request, item: BatchJob | FileObject, content: dict[str, Any]
 
 
 class Ownership:
-    """Move objects of earlier versions to the tenant of the current keys, and report tenants without a key.
-
-    Implements BackgroundWork. Starts before the batch worker, which reads the tenants of its batches.
+    """Report tenants without a key. Implements BackgroundWork.
 
     Attributes:
         unreachable: tenants with files or unfinished batches but without a key, as of the last `report`.
@@ -63,10 +58,7 @@ class Ownership:
         self.unreachable: list[Holdings] = []
 
     async def start(self) -> None:
-        """See BackgroundWork. Objects of earlier versions stay where they are if the state folder cannot be used."""
-        with suppress(StorageError):
-            if moved := await self._store.adopt(DEFAULT_TENANT, self._keys.former_tenants):
-                log.info("%d files and batches of --api-key values now belong to the tenant %s", moved, DEFAULT_TENANT)
+        """See BackgroundWork."""
         await self.report()
 
     async def stop(self) -> None:
@@ -94,6 +86,4 @@ def _advice(tenant: str, *, has_operator: bool) -> str:
     ways = ["add a key of this tenant, or one with the role 'operator', to --api-key-file"]
     if has_operator:
         ways = [f"an operator's key reaches them: tidemill batch list --tenant {tenant}"]
-    if _DIGEST.fullmatch(tenant):  # earlier versions named a tenant by the digest of its --api-key
-        ways.append(f"start once with the former --api-key, which moves them to tenant {DEFAULT_TENANT}")
     return ", or ".join(ways)

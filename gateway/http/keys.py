@@ -28,8 +28,6 @@ from predictor.slo import CLASS_NAME, SLOError, parse_seconds
 
 Tier = Literal["default", "flex"]
 TIERS: tuple[Tier, ...] = ("default", "flex")
-_FILE_TIERS: dict[str, Tier] = {"default": "default", "flex": "flex", "priority": "default"}
-"""Tiers in a key file. `priority` is accepted for files of earlier versions and means `default`."""
 _ROLES = frozenset({"metrics", "operator"})
 DEFAULT_TENANT = "default"
 """The tenant of every --api-key value, and of all requests to a server without keys."""
@@ -116,12 +114,6 @@ class KeyStore:
         """Return the current limits of a tenant."""
         return self.ring.quota(tenant)
 
-    @property
-    def former_tenants(self) -> list[str]:
-        """Tenant names under which earlier versions stored the files and batches of the current --api-key values."""
-        names = [key_of(text).digest.hex()[:16] for text in self._api_keys]
-        return [name for name in names if name not in self.ring.tenants]
-
 
 def load_keys(api_keys: Iterable[str], file: str | None) -> KeyRing:
     """Return the ring of the --api-key values and the key file, which takes precedence for a key in both.
@@ -207,10 +199,10 @@ def _parse_line(words: list[str]) -> tuple[Key, Quota]:
     tiers = [word for word in rest if word not in _ROLES]
     is_ordered = all("=" in word for word in limits)
     is_plain = _DIGEST.fullmatch(digest) and _TENANT.fullmatch(tenant) and len(set(roles)) == len(roles)
-    if not (is_ordered and is_plain and len(tiers) <= 1 and _FILE_TIERS.keys() >= set(tiers)):
+    if not (is_ordered and is_plain and len(tiers) <= 1 and set(tiers) <= set(TIERS)):
         tiers_and_roles = f"a tier ({', '.join(TIERS)}), roles ({', '.join(sorted(_ROLES))})"
         raise ValueError(f"expected a SHA-256 in hex and a tenant, optionally {tiers_and_roles}, then limits")
-    tier = _FILE_TIERS[tiers[0]] if tiers else "default"
+    tier: Tier = "flex" if "flex" in tiers else "default"
     own = [word for word in limits if word.partition("=")[0] in ("class", *_BOUNDS)]
     classes, bounds = _parse_promise(own)
     key = Key(bytes.fromhex(digest), tenant, tier, bool(roles), "operator" in roles, classes, bounds)

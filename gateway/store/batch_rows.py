@@ -202,11 +202,9 @@ class BatchRows(Rows):
         return _load(connection, batch_id)
 
     @transaction
-    def run_again(
-        self, connection: RowConnection, batch_id: str, ranks: Sequence[int], usage: Usage | None
-    ) -> BatchJob:
+    def run_again(self, connection: RowConnection, batch_id: str, ranks: Sequence[int], usage: Usage) -> BatchJob:
         """Remove the results of the given lines, recount, and move the batch back to `in_progress`. `usage`: token
-        usage of the remaining results (None: unknown). Raises IllegalTransition."""
+        usage of the remaining results. Raises IllegalTransition."""
         batch = _load(connection, batch_id)
         if batch.status is not BatchStatus.IN_PROGRESS:
             check_transition(batch.status, BatchStatus.IN_PROGRESS)
@@ -221,8 +219,7 @@ class BatchRows(Rows):
             "UPDATE batches SET status = ?, times = ?, completed = ?, failed = ? WHERE seq = ?",
             (BatchStatus.IN_PROGRESS.value, json.dumps(times), good, bad, seq),
         )
-        if usage is not None:
-            _set_usage(connection, seq, usage)
+        _set_usage(connection, seq, usage)
         return _load(connection, batch_id)
 
     @transaction

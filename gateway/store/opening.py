@@ -20,11 +20,9 @@ _PRIVATE = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", "engine.pid")
 STORES = ("s3", "gs", "az")
 """Schemes of object stores."""
 _FOLDERS = ("files", "journals", "tmp")
-_FORMER = ("adapters.json", "cache", "salt")
-"""Names that earlier versions wrote. They do not make a folder a foreign one."""
 MOVED = f"{DATABASE}.moved"
 """Name of the database after `tidemill migrate`."""
-_OURS = {*_PRIVATE, *_FOLDERS, MOVED, *_FORMER, *LOST_AND_FOUND, "lock", "flights"}
+_OURS = {*_PRIVATE, *_FOLDERS, MOVED, *LOST_AND_FOUND, "cache", "lock", "flights"}
 MISTAKES = frozenset(
     {
         errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
@@ -144,7 +142,7 @@ class Opening:
         _check_foreign(root)
         self._lock = _take_lock(root / "lock")
         if self._database is None:
-            self._make_private()
+            self._create_database()
         connection = self._open_database()
         try:
             for name in _FOLDERS:
@@ -165,18 +163,14 @@ class Opening:
             )
         return find_postgres().open_database(self._database)
 
-    def _make_private(self) -> None:
-        """Give all files mode 0600: earlier versions used the umask. SQLite copies the mode of the database."""
+    def _create_database(self) -> None:
+        """Create an empty database with mode 0600 unless it is there. SQLite copies the mode for its other files."""
         database, wal = self._root / DATABASE, self._root / f"{DATABASE}-wal"
         if wal.exists() and not (database.exists() and database.stat().st_size):
             self.found.take(wal)  # SQLite would delete the log of a missing database, which may hold transactions
         if database.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        for name in _PRIVATE:
-            with suppress(FileNotFoundError, PermissionError):  # a volume may come from a server of another user
-                if (self._root / name).stat().st_mode & 0o077:
-                    (self._root / name).chmod(0o600)
 
     def close(self) -> None:
         """Unlock the folder. Idempotent."""

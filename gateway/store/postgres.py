@@ -20,7 +20,7 @@ from psycopg.types.string import StrDumperUnknown, TextLoader
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
-from gateway.store.schema import MIGRATIONS, VERSION
+from gateway.store.schema import SCHEMA, VERSION
 from gateway.store.writer import Cursor, Work, Writer
 
 LOCK = 0x7469_6465_6D69_6C6C
@@ -161,7 +161,7 @@ class PostgresConnection:
 
 
 def open_database(address: str) -> PostgresConnection:
-    """Connect, lock the database and migrate it to the current schema.
+    """Connect, lock the database and create its tables if it is empty.
 
     Raises ConfigError for an address, a server or a database that cannot be used, and StorageError if there is no
     server at the address.
@@ -170,7 +170,7 @@ def open_database(address: str) -> PostgresConnection:
     try:
         _check(connection)
         _lock(connection)
-        _migrate(connection)
+        _create(connection)
     except BaseException as error:  # also a Ctrl-C must not leave the database locked
         connection.close()
         if isinstance(error, psycopg.ProgrammingError):  # e.g. a missing permission
@@ -230,24 +230,22 @@ def _lock(connection: Any) -> None:
         time.sleep(0.05)
 
 
-def _migrate(connection: Any) -> None:
+def _create(connection: Any) -> None:
     if connection.execute("SELECT to_regnamespace('tidemill') IS NULL").fetchone()[0]:
         connection.execute("CREATE SCHEMA tidemill")
     with connection.transaction():
         connection.execute("CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL)")
         row = connection.execute("SELECT version FROM schema_version").fetchone()
-        version = 0 if row is None else row[0]
-        if version > VERSION:
+        if row is not None and row[0] != VERSION:
             raise ConfigError(
-                f"the database of --state-dir was written by a newer version (schema {version}, supported: {VERSION}); "
-                "use that version or another database"
+                f"the database of --state-dir was written by another version of tidemill (schema {row[0]}, supported: "
+                f"{VERSION}); use that version or another database"
             )
-        for script in MIGRATIONS[version:]:
+        if row is None:
+            script = SCHEMA
             for sqlite, postgres in _COLUMN_TYPES:
                 script = script.replace(sqlite, postgres)
-            connection.execute(script)
-        if version < VERSION:
-            connection.execute(f"DELETE FROM schema_version; INSERT INTO schema_version VALUES ({VERSION})")
+            connection.execute(f"{script}; INSERT INTO schema_version VALUES ({VERSION})")
 
 
 def _is_storage_fault(error: Exception) -> bool:

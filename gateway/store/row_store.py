@@ -6,7 +6,7 @@ change succeeds. Additions are idempotent; repeating a change of a batch's state
 """
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from secrets import token_hex
 from typing import Any
 
@@ -103,26 +103,7 @@ SELECT tenant, SUM(batches) AS batches, SUM(files) AS files FROM (
 
 
 class TenantRows(Rows):
-    """Mixin of `RowStore` to reassign and count the objects of tenants."""
-
-    @transaction
-    def adopt(self, connection: RowConnection, tenant: str, owners: Collection[str]) -> int:
-        """Move all files and batches of `owners` to `tenant` and return their number.
-
-        A moved batch loses its idempotency key if `tenant` already has a batch with this key.
-        """
-        changed = 0
-        for owner in owners:
-            values = {"owner": owner, "tenant": tenant}
-            connection.execute(
-                "UPDATE batches SET idempotency_key = NULL, idempotency_digest = NULL WHERE tenant = :owner "
-                "AND idempotency_key IN (SELECT idempotency_key FROM batches WHERE tenant = :tenant)",
-                values,
-            )
-            for table in ("batches", "files"):
-                query = f"UPDATE {table} SET tenant = :tenant WHERE tenant = :owner"
-                changed += connection.execute(query, values).rowcount
-        return changed
+    """Mixin of `RowStore` to count the objects of tenants."""
 
     @transaction
     def holdings(self, connection: RowConnection, now: int) -> list[Holdings]:

@@ -1,6 +1,6 @@
-"""Schema migrations: `user_version` is the number of scripts already applied to a database."""
+"""Schema of the database in SQLite's SQL. `gateway.store.postgres` translates the column types."""
 
-_FIRST = """
+SCHEMA = """
 CREATE TABLE files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -39,6 +39,7 @@ CREATE TABLE batches (
     input_tokens INTEGER NOT NULL DEFAULT 0,
     cached_tokens INTEGER NOT NULL DEFAULT 0,
     output_tokens INTEGER NOT NULL DEFAULT 0,
+    reasoning_tokens INTEGER NOT NULL DEFAULT 0,
     journal_bytes INTEGER NOT NULL DEFAULT 0,
     idempotency_key TEXT,
     idempotency_digest TEXT
@@ -59,21 +60,9 @@ CREATE TABLE lines (
     result_length INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (batch, rank)
 ) STRICT, WITHOUT ROWID;
-"""
 
-_REASONING = "ALTER TABLE batches ADD COLUMN reasoning_tokens INTEGER NOT NULL DEFAULT 0"
+CREATE TABLE announced (id TEXT NOT NULL PRIMARY KEY, run TEXT NOT NULL) STRICT, WITHOUT ROWID;
 
-# Requests without a key belonged to the tenant ''. Idempotency keys must stay unique within the new tenant.
-_DEFAULT_TENANT = """
-UPDATE batches SET idempotency_key = NULL, idempotency_digest = NULL WHERE tenant = '' AND idempotency_key IN
-    (SELECT idempotency_key FROM batches WHERE tenant = 'default');
-UPDATE batches SET tenant = 'default' WHERE tenant = '';
-UPDATE files SET tenant = 'default' WHERE tenant = ''
-"""
-
-_ANNOUNCED = "CREATE TABLE announced (id TEXT NOT NULL PRIMARY KEY, run TEXT NOT NULL) STRICT, WITHOUT ROWID"
-
-_UPLOADS = """
 CREATE TABLE uploads (
     id TEXT NOT NULL PRIMARY KEY,
     tenant TEXT NOT NULL,
@@ -85,10 +74,8 @@ CREATE TABLE uploads (
     status TEXT NOT NULL,
     file_id TEXT
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX files_by_upload ON files (filename) WHERE purpose = 'upload_part' AND deleted_at IS NULL
-"""
+CREATE INDEX files_by_upload ON files (filename) WHERE purpose = 'upload_part' AND deleted_at IS NULL;
 
-_NOTICES = """
 CREATE TABLE notices (
     batch TEXT NOT NULL,
     channel TEXT NOT NULL,
@@ -102,6 +89,5 @@ CREATE TABLE notices (
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX notices_by_time ON notices (channel, due_at)
 """
-
-MIGRATIONS = (_FIRST, _REASONING, _DEFAULT_TENANT, _ANNOUNCED, _UPLOADS, _NOTICES)
-VERSION = len(MIGRATIONS)
+VERSION = 7
+"""Version of the schema. A database of another version is refused."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
-from gateway.store.schema import MIGRATIONS, VERSION
+from gateway.store.schema import SCHEMA, VERSION
 from gateway.store.writer import Work, Writer
 
 CHECKED_BYTES = 64 * 1024 * 1024  # checking a larger database would take too long at start
@@ -30,7 +30,7 @@ _NOT_COMMITTED = _BUSY_CODES | {sqlite3.SQLITE_FULL}  # after any other error th
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Open a database and migrate it to the current schema.
+    """Open a database and create its tables if it is empty.
 
     Raises ConfigError, without changing the file, for a damaged database or a newer schema, and StorageError if the
     disk fails.
@@ -48,7 +48,7 @@ def open_database(path: Path) -> sqlite3.Connection:
         _wait_for_locks(connection, BUSY_SECONDS)
         connection.row_factory = sqlite3.Row
         connection.text_factory = lambda data: data.decode(errors="replace")  # damaged text must not break lists
-        _migrate(connection)
+        _create(connection)
     except BaseException as error:  # also a Ctrl-C must not leave the database open
         connection.close()
         if isinstance(error, sqlite3.DatabaseError):
@@ -79,33 +79,34 @@ def _look_first(path: Path) -> None:
     """Check that the file is readable without changing it: closing a normal connection would checkpoint the WAL."""
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
     try:
-        _refuse_newer(connection)
+        _check_version(connection)
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     finally:
         connection.close()
 
 
 def _check(connection: sqlite3.Connection, path: Path) -> None:
-    _refuse_newer(connection)
+    _check_version(connection)
     if path.stat().st_size <= CHECKED_BYTES:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise _damaged(str(found).splitlines()[-1])
 
 
-def _refuse_newer(connection: sqlite3.Connection) -> None:
+def _check_version(connection: sqlite3.Connection) -> bool:
+    """Return whether the database has the schema; False: it is empty. Raise ConfigError for another version."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version > VERSION:
+    if version not in (0, VERSION):
         raise ConfigError(
-            f"--state-dir was written by a newer version (schema {version}, supported: {VERSION}); "
+            f"--state-dir was written by another version of tidemill (schema {version}, supported: {VERSION}); "
             "use that version or another folder"
         )
+    return bool(version)
 
 
-def _migrate(connection: sqlite3.Connection) -> None:
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    for number, script in enumerate(MIGRATIONS[version:], version + 1):
-        connection.executescript(f"BEGIN;{script};PRAGMA user_version = {number};COMMIT;")
+def _create(connection: sqlite3.Connection) -> None:
+    if not _check_version(connection):
+        connection.executescript(f"BEGIN;{SCHEMA};PRAGMA user_version = {VERSION};COMMIT;")
 
 
 class SqliteWriter(Writer):
