@@ -21,7 +21,6 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.models import hub as models_hub
 from engine.models.hub import resolve_model_folder
 from gateway import cli
-from gateway.commands.pull import progress_line
 
 NAME = "acme/small"
 WEIGHTS = bytes(range(256)) * 8192  # 2 MiB: several pieces of the library's
@@ -199,8 +198,3 @@ def test_a_disk_that_is_too_small(
 def test_what_is_no_id(hub: Hub, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a Hugging Face id (owner/name)" in refused(capsys, name)
     assert "nor a valid id" in refused(capsys, "ac me/small")
-
-
-def test_progress() -> None:
-    assert progress_line(512 << 20, 1 << 30, 8.0) == " 50%  512 MiB of 1.0 GiB, 64 MiB/s, 8 s left"
-    assert progress_line(0, 1 << 30, 8.0).endswith("waiting")

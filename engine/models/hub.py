@@ -8,8 +8,8 @@ tokens of its configs and of its tokenizer. Torch-free unless transformers is ne
 import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -62,16 +62,6 @@ class Offer:
     @property
     def weight_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files if file.path.endswith(".safetensors"))
-
-    def bytes_on_disk(self) -> int:
-        """Return the bytes of the repository in the cache, including unfinished files."""
-        total = 0
-        for path in (self.cache / "blobs").glob("*"):
-            try:
-                total += path.stat().st_size
-            except OSError:  # an unfinished file that was just renamed
-                continue
-        return total
 
 
 def is_hub_id(name: str) -> bool:
@@ -161,21 +151,6 @@ def check_offer(offer: Offer) -> ModelShape:
             )
         raise ModelLoadError(f"{offer.name} has no safetensors weights; choose another repository")
     return choose(_download(offer.name, offer.revision, ["config.json", "generation_config.json"]), "auto").shape
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Hide the progress bars of the library."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
 
 
 def fetch(offer: Offer) -> Path:

@@ -7,11 +7,7 @@ interrupted pull keeps complete files and downloads the unfinished one again.
 import importlib
 import os
 import shutil
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +15,18 @@ from engine.errors import ConfigError
 from engine.machine.folders import user_folder
 from gateway.commands.report import line, size
 
-TERMINAL_SECONDS, LOG_SECONDS = 0.5, 10.0
-"""Interval of progress reports: redrawn in one line on a terminal, separate lines elsewhere."""
-
 
 def run(name: str, revision: str | None, say: Callable[[str], None]) -> int:
     """Download a model and return the exit code. Raise ConfigError or ModelLoadError on failure."""
     if not {"HF_HOME", "HF_HUB_CACHE"} & os.environ.keys():
         user_folder("cache", "HF_HOME")  # raises without a home folder, where the hub's library writes to `~` itself
     hub = importlib.import_module("engine.models.hub")
-    with hub.without_bars():
-        return _pull(hub, name, revision, say)
-
-
-def _pull(hub: Any, name: str, revision: str | None, say: Callable[[str], None]) -> int:
     offer = hub.look_up(name, revision)
     spec = hub.check_offer(offer)
     print("\n".join(describe(offer, spec)), flush=True)
     if offer.missing_bytes:
         _check_disk(offer)
-        with _progress(offer, sys.stdout.isatty(), say):
-            folder = hub.fetch(offer)
-    else:
-        folder = hub.fetch(offer)
+    folder = hub.fetch(offer)
     shown = f"{name} --revision {revision}" if revision else name
     say(f"{name} is in {folder}; next: tidemill serve {shown}")
     return 0
@@ -74,36 +59,3 @@ def _check_disk(offer: Any) -> None:
 def _free(folder: Path) -> int:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     return shutil.disk_usage(there).free
-
-
-@contextmanager
-def _progress(offer: Any, terminal: bool, say: Callable[[str], None]) -> Iterator[None]:
-    """Show download progress, measured as file sizes on disk: this works for every transfer method of the library."""
-    done = threading.Event()
-    began, before = time.monotonic(), offer.bytes_on_disk()
-
-    def show() -> None:
-        while not done.wait(TERMINAL_SECONDS if terminal else LOG_SECONDS):
-            got = max(0, offer.bytes_on_disk() - before)
-            text = progress_line(got, offer.missing_bytes, time.monotonic() - began)
-            if terminal:
-                print(f"\r\033[K{text}", end="", flush=True)
-            else:
-                say(text)
-
-    thread = threading.Thread(target=show, name="tidemill-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        if terminal:
-            print("\r\033[K", end="", flush=True)
-
-
-def progress_line(got: int, wanted: int, seconds: float) -> str:
-    """Format the share, size, rate and remaining time of a download. `got` and `wanted` are bytes."""
-    rate = got / seconds if seconds > 0 else 0.0
-    left = f"{(wanted - got) / rate:.0f} s left" if rate > 0 else "waiting"
-    return f"{min(1.0, got / wanted):4.0%}  {size(got)} of {size(wanted)}, {size(int(rate))}/s, {left}"
