@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(commands)
     _add_fleet(commands)
     _add_migrate(commands)
-    commands.add_parser("bench", help="measure a server: run, sweep, compare, trace", add_help=False)
+    commands.add_parser("bench", help="measure a server with OpenAI's API", add_help=False)
     commands.add_parser("simulate", help="replay workloads and experiments on a virtual clock", add_help=False)
     commands.add_parser("worth", help="estimate the value of the batch work beside a GPU's chats", add_help=False)
     command = _add(commands, "completions", _completions, "print a shell completion script")

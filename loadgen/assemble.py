@@ -34,10 +34,9 @@ class Setup:
     salt: int
     extra_body: dict[str, Any]
 
-    def workload(self, rate: float | None = None) -> Workload:
-        """Build the workload, at `rate` requests/s if given."""
-        options = self.options if rate is None else replace(self.options, rate=rate, curve=self._scaled(rate))
-        made = workloads.build(name_of(self.args), options)
+    def workload(self) -> Workload:
+        """Build the workload."""
+        made = workloads.build(name_of(self.args), self.options)
         made = workloads.clipped(made, self.args.length_scale, self.args.max_model_len)
         if self.args.only == "online":
             made = replace(made, jobs=())
@@ -46,9 +45,6 @@ class Setup:
         if made.online is None and not made.jobs:
             raise InputError("the workload has no requests of this class; set --offline-lines or leave out --only")
         return made
-
-    def _scaled(self, rate: float) -> Any:
-        return self.options.curve.scaled(rate) if self.options.curve is not None else None
 
     def windows(self, made: Workload) -> Windows:
         """Return the windows over a workload's schedule. Raise InputError if they leave nothing to measure."""

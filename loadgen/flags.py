@@ -1,4 +1,4 @@
-"""Flags of `tidemill bench run|sweep`, named as in `vllm bench serve` where that has the same flag."""
+"""Flags of `tidemill bench run`, named as in `vllm bench serve` where that has the same flag."""
 
 import argparse
 from pathlib import Path
@@ -12,24 +12,12 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="tidemill bench",
         description="Measure an OpenAI-compatible server under online requests and batch jobs.",
-        epilog="Exit codes: 0 success, 1 error or failed assertion, 2 INVALID run or invalid flags, 130 Ctrl-C.",
+        epilog="Exit codes: 0 success, 1 error, 2 INVALID run or invalid flags, 130 Ctrl-C.",
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="run|sweep")
+    commands = top.add_subparsers(dest="command", required=True, metavar="run")
     run = commands.add_parser("run", help="measure one run", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    sweep = commands.add_parser(
-        "sweep",
-        help="measure several rates",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for command in (run, sweep):
-        _server(command)
-        _workload(command)
-        _online(command)
-        _offline(command)
-        _windows(command)
-        _output(command)
-    _baselines(run)
-    sweep.add_argument("--request-rates", required=True, metavar="R,R,...", help="rates to measure, requests/s")
+    for add in (_server, _workload, _online, _offline, _windows, _output):
+        add(run)
     return top
 
 
@@ -165,18 +153,4 @@ def _output(command: argparse.ArgumentParser) -> None:
     group.add_argument("--output", type=Path, default=None, help="run folder; default: a new one in --result-dir")
     group.add_argument("--label", default="", help="label in the summary")
     group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="metadata in the summary")
-    group.add_argument(
-        "--assert",
-        dest="assertions",
-        action="append",
-        default=[],
-        metavar="NAME>=NUMBER",
-        help="condition on the summary; exit code 1 if it fails",
-    )
     group.add_argument("--disable-tqdm", "--quiet", dest="quiet", action="store_true", help="no progress line")
-
-
-def _baselines(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("baselines")
-    group.add_argument("--online-baseline", type=Path, default=None, help="online-only run, to report interference")
-    group.add_argument("--offline-baseline", type=Path, default=None, help="offline-only run, to report harvest")

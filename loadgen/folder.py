@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from loadgen import InputError, metrics, records, report
+from loadgen import metrics, records, report
 from loadgen.checks import honesty
 from loadgen.metrics import Slo
 from loadgen.plan import Plan
@@ -39,20 +39,7 @@ def summarise(found: Records, plan: Plan, slo: Slo, about: About) -> dict[str, A
     window = plan.windows.measured(found.ended_at if plan.windows.horizon is not None else found.last_event)
     honest, invalid = honesty(found, window, slo, closed_loop=plan.closed_loop)
     return {
-        **heading("run", plan, about),
-        **metrics.run_metrics(found, window, slo),
-        "honesty": honest,
-        "valid": not invalid,
-        "invalid": invalid,
-        "interrupted": found.interrupted,
-    }
-
-
-def heading(kind: str, plan: Plan, about: About) -> dict[str, Any]:
-    """Return the fields that the summaries of a run and of a sweep share."""
-    return {
         "schema_version": SCHEMA_VERSION,
-        "kind": kind,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": about.command,
         "label": about.label,
@@ -63,6 +50,11 @@ def heading(kind: str, plan: Plan, about: About) -> dict[str, Any]:
         "client": {"python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count()},
         "workload": about.workload,
         "units": UNITS,
+        **metrics.run_metrics(found, window, slo),
+        "honesty": honest,
+        "valid": not invalid,
+        "invalid": invalid,
+        "interrupted": found.interrupted,
     }
 
 
@@ -89,17 +81,6 @@ def write(path: Path, summary: dict[str, Any], found: Records) -> None:
 def to_json(summary: dict[str, Any]) -> bytes:
     """Return a summary as indented JSON."""
     return orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
-
-
-def read_summary(path: Path) -> dict[str, Any]:
-    """Return the summary of a run folder. Raise InputError if it is missing or has another schema version."""
-    try:
-        summary = orjson.loads((path / "summary.json").read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise InputError(f"{path} is not a run folder: {error}") from None
-    if not isinstance(summary, dict) or summary.get("schema_version") != SCHEMA_VERSION:
-        raise InputError(f"{path}: the schema version is not {SCHEMA_VERSION}; run the measurement again")
-    return summary
 
 
 def default_folder(root: Path, name: str) -> Path:

@@ -231,18 +231,3 @@ def run_metrics(records: Records, window: tuple[float, float], slo: Slo) -> dict
         "offline": offline,
         "total": {"throughput": total},
     }
-
-
-def interference(colocated: dict[str, Any], online_only: dict[str, Any]) -> dict[str, float | None]:
-    """Return (M_colocated - M_online_only) / M_online_only for mean and P99 of TTFT and TBT, of `online` sections."""
-    found: dict[str, float | None] = {}
-    for name in ("ttft_mean", "ttft_p99", "tbt_mean", "tbt_p99"):
-        ours, base = colocated.get(name), online_only.get(name)
-        found[f"interference_{name}"] = (ours - base) / base if ours is not None and base else None
-    return found
-
-
-def harvest(colocated: dict[str, Any], offline_only: dict[str, Any]) -> float | None:
-    """Return co-located total tokens/s over offline-only tokens/s; takes whole summaries."""
-    base = offline_only["total"]["throughput"]
-    return colocated["total"]["throughput"] / base if base else None

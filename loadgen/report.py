@@ -1,4 +1,4 @@
-"""Tables of a run and of a sweep, which `loadgen.terminal` prints, and the columns of `timeline.csv`.
+"""Tables of a run, which `loadgen.terminal` prints, and the columns of `timeline.csv`.
 
 The timeline has steps of a second: arrivals, tokens per class, open requests, client CPU.
 """
@@ -46,31 +46,19 @@ class Table(NamedTuple):
     rows: Sequence[Iterable[Any]]
 
 
-def run_tables(summary: Mapping[str, Any]) -> list[Table]:
+def tables(summary: Mapping[str, Any]) -> list[Table]:
     """Return the tables of a run; those without rows are left out."""
     workload, server = summary["workload"]["name"], summary["server"].get("model", "")
-    tables = [Table(f"{workload} on {server}", (), _headline(summary)), Table("", (), _more(summary))]
+    found = [Table(f"{workload} on {server}", (), _headline(summary)), Table("", (), _failures(summary["online"]))]
     for name in ("online", "offline"):
         if summary[name]["requests"]:
             columns = ("", "mean", "P50", "P99", "n")
-            tables.append(Table(f"Latency, {name}", columns, _latencies(summary[name])))
+            found.append(Table(f"Latency, {name}", columns, _latencies(summary[name])))
     jobs = [_job(job) for job in summary["offline"]["jobs"]]
     keys = dict.fromkeys(key for job in jobs for key in job)
-    tables.append(Table("Batch jobs", (), [(key, *(job.get(key, "") for job in jobs)) for key in keys]))
-    tables.append(Table("Validity of the client", (), list(_honesty(summary["honesty"]).items())))
-    return [table for table in tables if table.rows]
-
-
-def sweep_tables(summary: Mapping[str, Any]) -> list[Table]:
-    """Return the tables of a sweep: the effective throughputs, then the points."""
-    found = [
-        (f"effective throughput at {key.removeprefix('effective_throughput_')} %", _value(value), "requests/s")
-        for key, value in summary.items()
-        if key.startswith("effective_throughput_")
-    ]
-    points = [_point(point) for point in sorted(summary["points"], key=lambda point: point["rate"])]
-    tables = [Table("sweep", (), found)]
-    return [*tables, Table("Points", tuple(points[0]), [point.values() for point in points])] if points else tables
+    found.append(Table("Batch jobs", (), [(key, *(job.get(key, "") for job in jobs)) for key in keys]))
+    found.append(Table("Validity of the client", (), list(_honesty(summary["honesty"]).items())))
+    return [table for table in found if table.rows]
 
 
 def plain(value: Any) -> str:
@@ -80,27 +68,9 @@ def plain(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _point(point: Mapping[str, Any]) -> dict[str, Any]:
-    low, high = point["slo_attainment_interval"]
-    return {
-        "requests/s": point["rate"],
-        "attainment": point["slo_attainment"],
-        "95 %": f"{low:.3f} to {high:.3f}",
-        "TTFT P99 ms": _number(point["ttft_p99"]) * 1e3,
-        "TBT P99 ms": _number(point["tbt_p99"]) * 1e3,
-        "all tokens/s": point["throughput"],
-        "requests": point["requests"],
-        "valid": point["valid"],
-    }
-
-
 def _job(job: Mapping[str, Any]) -> dict[str, Any]:
     units = {"created_to_in_progress": " (s)", "makespan": " (s)"}
     return {key.replace("_", " ") + units.get(key, ""): value for key, value in job.items() if value != ""}
-
-
-def _number(value: Any) -> float:
-    return float("nan") if value is None else float(value)
 
 
 def _value(value: float | None, factor: float = 1.0, digits: str = ".3g") -> str:
@@ -128,13 +98,8 @@ def _headline(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _more(summary: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the errors of online requests, and the values relative to the baselines."""
-    online = summary["online"]
-    extra = {**online, **summary["total"]}
-    compared = {key: value for key, value in extra.items() if key.startswith(("interference_", "harvest"))}
-    failed = {f"failed {count} times": message for message, count in online["errors"].items()}
-    return [*failed.items(), *compared.items()]
+def _failures(online: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(f"failed {count} times", message) for message, count in online["errors"].items()]
 
 
 def _latencies(section: Mapping[str, Any]) -> list[tuple[Any, ...]]:

@@ -139,16 +139,6 @@ def test_job_deadline_and_failure() -> None:
     assert metrics.job_metrics(JobRecord(0, 2, error="no"))["makespan"] is None
 
 
-def test_interference_and_harvest() -> None:
-    ours = {"ttft_mean": 0.12, "ttft_p99": 0.3, "tbt_mean": 0.02, "tbt_p99": None}
-    base = {"ttft_mean": 0.10, "ttft_p99": 0.3, "tbt_mean": 0.025, "tbt_p99": 0.1}
-    found = metrics.interference(ours, base)
-    assert found["interference_ttft_mean"] == pytest.approx(0.2) and found["interference_ttft_p99"] == 0
-    assert found["interference_tbt_mean"] == pytest.approx(-0.2) and found["interference_tbt_p99"] is None
-    assert metrics.harvest({"total": {"throughput": 90.0}}, {"total": {"throughput": 100.0}}) == 0.9
-    assert metrics.harvest({"total": {"throughput": 90.0}}, {"total": {"throughput": 0.0}}) is None
-
-
 def samples(cpu: float, worker: int = 0) -> list[ClientSample]:
     return [ClientSample(float(at), at * cpu, 0, 0, worker) for at in range(11)]
 
