@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fakes.speculation import Oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_structured import EOS, ask, make_driver, tokenizer
@@ -85,11 +86,16 @@ def find(ids: list[int], mark: tuple[int, ...]) -> int:
     return next((at for at in range(len(ids)) if tuple(ids[at : at + len(mark)]) == mark), -1)
 
 
+def drafts_of(known: Any, backend: str) -> Oracle:
+    return Oracle(lambda spec: known.outputs[spec.request_id], seed=1, penalties=backend != "cuda")
+
+
 @pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
 def test_a_spent_budget_closes_the_thought_and_nothing_else_changes(backend: str) -> None:
     """Among others, in a pool that is too small, with penalties, bias against the mark, a least length, and with its
     first token as a stop: up to the mark an answer is what it would have been."""
-    free, held = make_driver(backend), make_driver(backend, num_blocks=60)
+    free, held, drafted = make_driver(backend), make_driver(backend, num_blocks=60), make_driver(backend, num_blocks=60)
+    drafted.core.state.speculation = drafts_of(held, backend)
     options: list[dict[str, Any]] = [
         {},
         {"temperature": 0.0},
@@ -103,9 +109,11 @@ def test_a_spent_budget_closes_the_thought_and_nothing_else_changes(backend: str
         fields["request_class"] = [RequestClass.ONLINE, RequestClass.OFFLINE][number % 2]
         budget = ThinkingBudget(budgets[number // 2], marks(), begun=True)
         free.add(ask(f"r{number}", None, 50, **fields))
-        held.add(ask(f"r{number}", None, 50, **fields, thinking=budget))
-    free.run()
-    held.run()
+        for driver in (held, drafted):
+            driver.add(ask(f"r{number}", None, 50, **fields, thinking=budget))
+    for driver in (free, held, drafted):
+        driver.run()
+    assert drafted.outputs == held.outputs and drafted.stats().accepted_tokens > 30
     for number in range(10):
         ids, budget_tokens = held.outputs[f"r{number}"], budgets[number // 2]
         assert len(ids) == 50 and held.finals[f"r{number}"].error is None
@@ -138,18 +146,22 @@ def test_the_next_engine_goes_on_with_the_same_budget() -> None:
 @pytest.mark.parametrize("backend", ["torch", "cuda"])
 def test_a_grammar_holds_behind_the_thought(backend: str) -> None:
     """Where the prompt has begun to think, and where the model may; it may not end before it has said anything."""
-    driver = make_driver(backend, num_blocks=60)
+    driver, drafted = make_driver(backend, num_blocks=60), make_driver(backend, num_blocks=60)
+    drafted.core.state.speculation = drafts_of(driver, backend)
     opening = tokenizer().encode("[", add_special_tokens=False)[:1]
     one = ThoughtMarks((opening[0],), marks().closing)
     grammar = Grammar("regex", "[0-9]{3}")
     wants = ((opening[0], 100.0),)
     for number in range(4):
-        bias = {"logit_bias": ((EOS, 100.0),)}
-        driver.add(ask(f"begun {number}", grammar, 60, seed=number, thinking=ThinkingBudget(5, one, True), **bias))
-        driver.add(ask(f"may {number}", grammar, 60, seed=number, thinking=ThinkingBudget(5, one)))
-        driver.add(ask(f"will {number}", grammar, 60, seed=number, thinking=ThinkingBudget(5, one), logit_bias=wants))
-        driver.add(ask(f"none {number}", grammar, 60, seed=number, thinking=ThinkingBudget(0, one), logit_bias=wants))
+        for each in (driver, drafted):
+            begun = ThinkingBudget(5, one, True)
+            each.add(ask(f"begun {number}", grammar, 60, seed=number, thinking=begun, logit_bias=((EOS, 100.0),)))
+            each.add(ask(f"may {number}", grammar, 60, seed=number, thinking=ThinkingBudget(5, one)))
+            each.add(ask(f"will {number}", grammar, 60, seed=number, thinking=ThinkingBudget(5, one), logit_bias=wants))
+            each.add(ask(f"none {number}", grammar, 60, seed=number, thinking=ThinkingBudget(0, one), logit_bias=wants))
     driver.run()
+    drafted.run()
+    assert drafted.outputs == driver.outputs and drafted.stats().accepted_tokens > 0
     for name, ids in driver.outputs.items():
         assert driver.finals[name].finish_reason is FinishReason.STOP
         closed = find(ids, one.closing)

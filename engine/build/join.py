@@ -206,12 +206,12 @@ def _info(plan: LaunchPlan, scheduler: SchedulerConfig, sampling: SamplingDefaul
 
 
 def drafts_tokens(config: EngineConfig, plan: LaunchPlan) -> bool:
-    """Return whether steps verify drafts: if wanted, and if nothing but the cache depends on the tokens, on one device.
+    """Return whether steps verify drafts: if wanted, and if nothing but the cache depends on the tokens.
 
     `--speculation auto` wants them on a CPU, since no GPU was measured.
     """
     wanted = config.speculation == "on" or (config.speculation == "auto" and plan.device == "cpu")
-    return wanted and not plan.spec.state_bytes and not plan.droppable and plan.ranks == 1
+    return wanted and not plan.spec.state_bytes and not plan.droppable
 
 
 def make_controller(

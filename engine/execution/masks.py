@@ -10,8 +10,8 @@ If the grammar leaves no choice for several tokens, the mask allows only the fir
 known with it ("forced"). The same applies to the end of a thought whose budget is spent. If an answer has a budget and
 a grammar, the grammar applies after the thought.
 
-Behind a draft, a row has a mask for each position. A copy of the matcher follows the drafted tokens as far as the
-grammar allows them: the samples behind a token that it forbids are discarded.
+Behind a draft, a row has a mask for each position. Copies of the matcher and of the thought's state follow the drafted
+tokens as far as the masks allow them: the samples behind a token that they forbid are discarded.
 """
 
 import enum
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -118,16 +118,18 @@ class _RowMatcher:
         the masks after each of the tokens that are drafted behind them."""
         began = time.perf_counter()
         said = token_ids[self._num_seen :].tolist()
-        self._num_seen = len(token_ids)
-        self.forced = ()
-        if self._thoughts is not None:
-            said = self._thoughts.advance(said)
-        if self.params.grammar is None:
-            self._state = self._limit_thought(room)
-        else:
-            self._state = self._limit(compiler, self.params.grammar, said, room)
-        self._follow_draft(drafted)
+        self._state = self._advance(compiler, said, room)
+        self._follow_draft(compiler, drafted)
         self.seconds = time.perf_counter() - began
+
+    def _advance(self, compiler: "GrammarCompiler", token_ids: list[int], room: int) -> _State:
+        """Add tokens of the answer, and compute the mask of the next one."""
+        self._num_seen += len(token_ids)
+        self.forced = ()
+        said = token_ids if self._thoughts is None else self._thoughts.advance(token_ids)
+        if self.params.grammar is None:
+            return self._limit_thought(room)
+        return self._limit(compiler, self.params.grammar, said, room)
 
     def _limit_thought(self, room: int) -> _State:
         """Limit only the thought of an answer without a grammar."""
@@ -173,24 +175,23 @@ class _RowMatcher:
         if self._is_short:
             self._forbid(stops)
 
-    def _follow_draft(self, drafted: Sequence[int]) -> None:
+    def _follow_draft(self, compiler: "GrammarCompiler", drafted: Sequence[int]) -> None:
         """Set `behind`, with FREE for the positions that cannot be reached."""
         self.behind = [(_State.FREE, self.bits)] * len(drafted)
-        if not drafted or self._matcher is None or self._state is not _State.READY:
+        if not drafted or self._state is _State.FAILED:
             return
         state = copy(self)
-        state._matcher = self._matcher.copy()
+        state._matcher = None if self._matcher is None else self._matcher.copy()
+        state._thoughts = deepcopy(self._thoughts)
         for place, token_id in enumerate(drafted):
-            if token_id in self.params.stop_token_ids or not state._allows(token_id):
+            if token_id in self.params.stop_token_ids or not (state._state is _State.FREE or state._allows(token_id)):
                 return
-            state._matcher.advance([token_id])
-            state._num_seen += 1
             state.bits = np.zeros_like(self.bits)
-            state._follow_grammar(state._matcher, room=1)
+            state._state = state._advance(compiler, [token_id], room=1)
             # A matcher that fails behind a draft fails again when the token is known.
-            found = _State.READY if state._matcher.failed is None else _State.LATE
-            self.behind[place] = found, state.bits
-            if found is _State.LATE:
+            failed = state._state is _State.FAILED
+            self.behind[place] = _State.LATE if failed else state._state, state.bits
+            if failed:
                 return
 
     def _allows(self, token_id: int) -> bool:
@@ -249,7 +250,8 @@ class RowMasks:
 
         `alone`: no other step is running.
         """
-        places = np.flatnonzero(masked(self._rows, where, ends))
+        # A row's first sample follows its last known token, even if a mask may limit only the samples behind a draft.
+        places = np.flatnonzero(np.isin(where, where[masked(self._rows, where, ends)]))
         by_row: dict[int, list[int]] = {}
         for place in places.tolist():
             by_row.setdefault(int(where[place]), []).append(place)

@@ -6,8 +6,7 @@ rate if p / m > N / T. The latency model gives the usual m and T; `engine.specul
 step costs nearly as much with them as without: with few rows. Drafts never preempt, and never use time that a deadline
 needs, by the prediction with its margin.
 
-Requests with a thinking budget get no drafts, and requests with penalties only where the host samples: the histories
-on a device count every sample once.
+Requests with penalties get drafts only where the host samples: the histories on a device count every sample once.
 """
 
 import math
@@ -128,7 +127,7 @@ class Speculation:
 
     def _is_eligible(self, request: Request) -> bool:
         spec = request.spec
-        may_sample = spec.sampling.thinking is None and (self._penalties or not spec.sampling.has_penalties)
+        may_sample = self._penalties or not spec.sampling.has_penalties
         return may_sample and spec.pooling is None and not spec.probe
 
 
