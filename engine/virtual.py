@@ -249,7 +249,7 @@ class VirtualDriver:
             self.run_data.offline_tokens += len(output.token_ids)
             self.run_data.offline_output_tokens += len(output.token_ids)
             self.run_data.offline_ended += output.finish_reason is not None
-            if output.num_output_tokens == 1:
+            if 0 < output.num_output_tokens == len(output.token_ids):
                 self.run_data.offline_tokens += self._prompts[output.request_id]
         if output.finish_reason is not None:
             del self._prompts[output.request_id]

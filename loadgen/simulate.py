@@ -18,12 +18,13 @@ from engine.errors import ConfigError, TidemillError
 from engine.scheduling.job_queue import OFFLINE_POLICIES
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.policies import find_policy
+from engine.speculation.trace import DraftTraces, free_chat, read_traces
 from gateway.commands.flags import add_flags, flags_of, given
 from gateway.config import ServerConfig
 from loadgen import InputError, assemble, flags, workloads
 from loadgen.plan import Windows
 from loadgen.simulation import report
-from loadgen.simulation.device import Simulated, named_device, profiled_device
+from loadgen.simulation.device import Simulated, named_device, profiled_device, read_profile, with_drafts
 from loadgen.simulation.gpu import DEVICES, MODELS
 from loadgen.simulation.planner import Question, answer
 from loadgen.simulation.run import Policies, shares_prefixes, simulate
@@ -53,6 +54,11 @@ def parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="same as --num-gpu-blocks-override",
     )
+    machine.add_argument(
+        "--acceptance", type=Path, metavar="FILE",
+        help="outcomes of drafts: the .load.json of a server beside its profile (default: that of --profile, if it has "
+        "drafts; else as measured in free chat of the packaged model)",
+    )  # fmt: skip
     _serving(made)
     flags.add_workload(made.add_argument_group("traffic"), "--traces", default="hygen")
     arrivals = made.add_argument_group("arrivals")
@@ -145,8 +151,29 @@ def ask(arguments: argparse.Namespace) -> Asked:
         device = profiled_device(arguments.profile, run_with, host, arguments.seed)
     else:
         device = named_device(model, arguments.device, run_with, host, arguments.seed)
+    if drafts := _drafts(arguments, config):
+        device = with_drafts(device, *drafts)
     named = model if arguments.profile is None and model not in MODELS else "MODEL"
     return Asked(config, slo, traffic, device, named, seconds)
+
+
+def _drafts(arguments: argparse.Namespace, config: EngineConfig) -> tuple[DraftTraces, str] | None:
+    """Return the outcomes of drafts and their origin; None if the server would draft nothing."""
+    profile, given_file = arguments.profile, arguments.acceptance
+    by_default = profile is not None and read_profile(profile).key.is_cpu
+    if config.speculation == "off" or (config.speculation == "auto" and not by_default):
+        if given_file is not None:
+            raise InputError("--acceptance needs --speculation on, because auto drafts only on a CPU's --profile")
+        return None
+    beside = None if profile is None else profile.with_suffix(".load.json")
+    for file in (given_file, beside):
+        try:
+            if file is not None:
+                return read_traces(file), f"as recorded in {file}"
+        except (OSError, ValueError) as error:
+            if file is given_file:
+                raise InputError(f"{file} has no outcomes of drafts: {error}") from None
+    return free_chat(), "as in free chat of the packaged model (--acceptance FILE: as on your server)"
 
 
 def _without_machine(arguments: argparse.Namespace) -> argparse.Namespace:

@@ -133,6 +133,11 @@ class ProfileKey:
     padding: str = ""
     windows: str = ""
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the steps ran on a CPU, whose name includes the number of threads."""
+        return " threads" in self.device
+
     def filename(self) -> str:
         """Return a readable file name that is valid on any file system and unique per key."""
         parts = (self.model, self.device, self.dtype, self.version, *filter(None, [self.padding, self.windows]))

@@ -1,5 +1,6 @@
 """Drafts without a model, against brute force: n-gram look-up, shared answers, learned acceptance and memory."""
 
+import json
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -17,12 +18,15 @@ from engine.scheduling.speculation import Speculation
 from engine.speculation import drafts, ngrams
 from engine.speculation.drafts import MAX_DRAFT, Acceptance, Drafts, DraftSource
 from engine.speculation.ngrams import GRAMS, NGrams, hash_tail
+from engine.speculation.trace import DraftTrace, DraftTraces, TracedDrafts
+from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=150)
 LINE = list(range(100, 140))
+CONFIG = SchedulerConfig(num_units=2000, max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=512)
 
 
 def grow(index: NGrams, parts: list[tuple[list[int], int]]) -> None:
@@ -219,10 +223,9 @@ def unsteady(model: LatencyModel) -> OnlineModel:
 @pytest.mark.parametrize(("is_unsteady", "tbt"), [(False, 1.0), (False, 0.1), (False, 0.06), (True, 1.0)])
 def test_a_draft_that_does_not_fit_into_the_step_is_shortened(is_unsteady: bool, tbt: float) -> None:
     """Steps that copy a text keep their limit, with the margin, and take a fraction of the steps of one token each."""
-    config = SchedulerConfig(num_units=2000, max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=512)
     model = LatencyModel(intercept=0.025, decodes=0.004)
     model = unsteady(model) if is_unsteady else model
-    core = EngineCore(config, model=model, objective=StepObjective(1.0, tbt), speculation=Speculation())
+    core = EngineCore(CONFIG, model=model, objective=StepObjective(1.0, tbt), speculation=Speculation())
     text = [*noise(4, 300), *noise(4, 301)[100:]]
     core.add_request(EngineRequest("r", tuple(text[:300]), SamplingParams(max_tokens=200)), 0.0)
     steps, now = 0, 0.0
@@ -234,6 +237,55 @@ def test_a_draft_that_does_not_fit_into_the_step_is_shortened(is_unsteady: bool,
         core.update(output, ModelRunnerOutput(output.step_id, tokens, None, output.predicted_latency), now)
         steps += 1
     assert not core.has_requests and steps < 200 / 4
+
+
+STEPS = LatencyModel(intercept=0.025, decodes=0.001)
+
+
+def partly_copied(seed: int) -> list[int]:
+    """A prompt of 200 tokens, and an answer of 120 that repeats parts of it between new tokens."""
+    rng, prompt = random.Random(seed), noise(seed, 200)
+    answer = list[int]()
+    while len(answer) < 120:
+        start = rng.randrange(180)
+        answer += prompt[start : start + rng.randrange(5, 15)] + noise(rng.randrange(10**6), rng.randrange(12))
+    return [*prompt, *answer[:120]]
+
+
+def test_a_simulation_takes_the_steps_of_the_server_whose_drafts_were_recorded() -> None:
+    core = EngineCore(CONFIG, model=STEPS, objective=StepObjective(1.0, 1.0), speculation=Speculation())
+    live = 0
+    for number in range(60):
+        text = partly_copied(number)
+        core.add_request(EngineRequest(str(number), tuple(text[:200]), SamplingParams(max_tokens=119)), 0.0)
+        while (output := core.schedule(float(live))) is not None:
+            core.state.speculation.catch_up()
+            tokens = [text[chunk.start + chunk.length] for chunk in output.chunks]
+            core.update(output, ModelRunnerOutput(output.step_id, tokens, None, 0.03), live + 0.03)
+            live += 1
+    recorded = json.dumps(core.state.speculation.traces.to_document())
+    drafts_of = TracedDrafts(DraftTraces.from_document(json.loads(recorded)))
+    virtual = EngineCore(
+        CONFIG, model=STEPS, objective=StepObjective(1.0, 1.0), speculation=Speculation(drafts=drafts_of)
+    )
+    requests = [EngineRequest(str(n), tuple(range(200)), SamplingParams(max_tokens=119)) for n in range(60)]
+    run = VirtualDriver(virtual, PredictedRunner(STEPS), [Arrival(100.0 * n, r) for n, r in enumerate(requests)]).run(
+        1e9
+    )
+    assert [len(record.token_times) for record in run.online] == [119] * 60
+    assert run.steps == pytest.approx(live, rel=0.05) and live < 0.7 * 119 * 60
+    assert virtual.state.counters.accepted_tokens == pytest.approx(core.state.counters.accepted_tokens, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"looks": 1}, {"sources": [["page", 8, 1, []]]}, {"sources": [["job", 8, 1, [[2, 3, 1]]]]}, {"looks": "x"}],
+)
+def test_damaged_records_of_drafts_are_refused(damage: dict[str, object]) -> None:
+    good = {"looks": 4, "sources": [["job", 8, 2, [[2, 1, 2.0]]]]}
+    assert DraftTrace.from_document(good).per_decode == 0.5
+    with pytest.raises(ValueError):
+        DraftTrace.from_document(good | damage)
 
 
 def kept_bytes(work: Callable[[], object]) -> int:

@@ -22,6 +22,8 @@ from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.profiling.sweep import StepShape
 from engine.scheduling.objective import LONGEST_REST, StepObjective
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
+from engine.speculation.drafts import DraftSource
+from engine.speculation.trace import DraftTrace, DraftTraces, Outcome
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from predictor.breaker import FIRST_SHARE, OPEN_SECONDS, SMALLEST_SHARE
 from predictor.budget import BudgetParams
@@ -289,6 +291,14 @@ def test_the_search_sees_how_much_real_steps_vary() -> None:
     assert found.best.metrics["tbt_p99"] <= 0.040 and found.best.throughput > 0
     assert normal_noise(0.15)[49] == pytest.approx(1.0)
     assert sum(abs(1 - ratio) for ratio in noise) / len(noise) == pytest.approx(0.15, rel=0.1)
+
+
+def test_the_search_counts_the_drafts_that_a_server_recorded() -> None:
+    source = DraftSource("job", 8)
+    drafts = DraftTraces(jobs=DraftTrace(100.0, {source: 90.0}, {source: {Outcome(4, 4): 90.0}}))
+    window, budget = poisson_window(1.0, 100, 20, 10.0, 1), BudgetParams("hygen", 0.03)
+    plain, drafted = (replay(window, replace(SERVER, drafts=each), budget) for each in (None, drafts))
+    assert drafted["offline_throughput"] > 1.05 * plain["offline_throughput"]
 
 
 def recorded(count: int, rate: float = 2.0, seed: int = 1) -> list[OnlineArrival]:

@@ -40,6 +40,8 @@ def test_a_single_run_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     [
         ["--online-policy", "nobody"],
         ["--model", "opt-13b", "--device", "rtx-4090"],
+        ["--acceptance", "nothing.json"],
+        ["--acceptance", "nothing.json", "--speculation", "on"],
     ],
 )
 def test_what_cannot_be_run_is_said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,3 +155,20 @@ def test_a_profile_from_the_command_line(profile_path: Path, capsys: pytest.Capt
     arguments = ["--workload", "tiny", "--duration", "5", "--profile", str(profile_path), "--host-ms", "2"]
     assert simulate.main(arguments) == 0
     assert "offline_throughput" in capsys.readouterr().out
+
+
+def test_drafts_shorten_a_run_by_the_acceptance_that_a_server_recorded(
+    profile_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the decodes have a draft of four tokens, of which three are right."""
+    trace = {"looks": 100, "sources": [["context", 8, 50, [[4, 3, 50]]]]}
+    profile_path.with_suffix(".load.json").write_text(json.dumps({"drafts": {"chats": trace, "jobs": trace}}))
+    arguments = ["--workload", "tiny", "--duration", "20", "--no-offline", "--profile", str(profile_path)]
+    found = {}
+    for wanted in ("off", "on"):
+        assert simulate.main([*arguments, "--speculation", wanted]) == 0
+        printed = capsys.readouterr().out
+        assert ("1.50 accepted drafted tokens in chats" in printed) is (wanted == "on")
+        found[wanted] = dict(line.rsplit(None, 1) for line in printed.splitlines() if len(line.split()) == 2)
+    assert float(found["on"]["tokens_per_decode"]) == pytest.approx(2.5, rel=0.15)
+    assert float(found["on"]["e2e_mean"]) < 0.6 * float(found["off"]["e2e_mean"])

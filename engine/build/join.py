@@ -232,9 +232,12 @@ def make_controller(
         say(warning)
     log.debug("SLO %s; offline work may extend a step to %.1f ms", slo, budget.latency_budget * 1e3)
     noise = normal_noise(profile.held_out_mape)
-    server = ReplayedServer(profile.model, slo, scheduler, config.online_policy, noise)
     promise = f"{slo}; {config.online_policy}; {_limits(scheduler)}"
     store = LoadStore(folder, profile.key, promise)
+    if speculation is not None:
+        speculation.traces = store.read_drafts()
+    drafts = None if speculation is None else speculation.traces
+    server = ReplayedServer(profile.model, slo, scheduler, config.online_policy, noise, drafts)
     calendar = time.time() - time.monotonic()
     load, table = store.read(time.time(), say)
     colocation = Colocation(core, model, slo, budget, calendar=calendar, load=load)

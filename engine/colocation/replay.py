@@ -18,7 +18,9 @@ from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.policies import find_policy
+from engine.scheduling.speculation import Speculation
 from engine.scheduling.state import SchedulerState
+from engine.speculation.trace import DraftTraces, TracedDrafts
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
 from predictor.budget import BudgetParams
 from predictor.budget_search import MAX_CONFIRMATIONS, SearchResult, search_budget
@@ -32,6 +34,7 @@ from predictor.slo import SLO
 WARM_UP_SHARE = 0.1
 USUAL_OFFLINE = tuple(Lengths(prompt, prompt // 8) for prompt in range(256, 769, 64))
 """Assumed lengths of offline requests before the first one arrives."""
+REPLAYED_JOB = "replayed"
 MIN_DRAIN = 60.0
 """Minimum seconds to complete requests after their window; an overloaded run gets the length of the window."""
 
@@ -94,7 +97,8 @@ def _request(name: str, salt: int, lengths: Lengths, request_class: RequestClass
     cached = min(lengths.cached, prompt - 1)
     tokens = (0,) * cached + (salt,) + (0,) * (prompt - 1 - cached)
     tenant = request_class.value.encode()  # the two classes share no prefix
-    return EngineRequest(name, tokens, SamplingParams(max_tokens=output), request_class, tenant)
+    job = REPLAYED_JOB if request_class is RequestClass.OFFLINE else ""
+    return EngineRequest(name, tokens, SamplingParams(max_tokens=output), request_class, tenant, job=job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ class ReplayedServer:
     """The replayed server: its configuration, SLO and step times.
 
     `noise`: measured ÷ predicted times of real steps. Steps draw from it, and the core keeps the same margins as live.
+    `drafts`: outcomes of the server's drafts; None: it drafts nothing.
     """
 
     model: LatencyModel
@@ -109,6 +114,7 @@ class ReplayedServer:
     config: SchedulerConfig
     online_policy: str = "fcfs"
     noise: tuple[float, ...] = ()
+    drafts: DraftTraces | None = None
 
 
 def normal_noise(mape: float, count: int = 99) -> tuple[float, ...]:
@@ -139,6 +145,7 @@ def run_workload(
         online_policy=find_policy(server.online_policy),
         model=model if oracle or not noise else online,
         objective=waits.objective(server.slo, budget, searched=True),
+        speculation=None if server.drafts is None else Speculation(drafts=TracedDrafts(server.drafts)),
     )
     driver = VirtualDriver(
         core,

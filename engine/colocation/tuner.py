@@ -21,6 +21,7 @@ from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, Workload, find_budget
 from engine.colocation.search_child import ChildError, run_child
+from engine.speculation.trace import DraftTraces, read_traces
 from predictor.budget import BudgetParams
 from predictor.budget_search import SearchResult
 from predictor.budget_table import BudgetEntry, BudgetTable, Situation, cell_of, lowest_rate, upper_rate
@@ -279,11 +280,11 @@ class BudgetTuner:
                 log.warning("the online-only run of the last requests failed (%s)", error)
 
     async def _keep(self) -> None:
-        """Store the learned load and the budgets."""
+        """Store the learned load, the budgets and the outcomes of drafts."""
         if self._store is None:
             return
         self._colocation.load.advance(self._clock() + self._colocation.calendar)
-        content = self._store.encode(self._colocation.load, self.table)
+        content = self._store.encode(self._colocation.load, self.table, self._server.drafts)
         try:
             await asyncio.to_thread(self._store.write, content)
         except OSError as error:
@@ -291,7 +292,7 @@ class BudgetTuner:
 
 
 class LoadStore:
-    """The learned load and the budgets found, stored beside the latency profile with `key` in `folder`.
+    """The learned load, the budgets found and the outcomes of drafts, stored beside the latency profile with `key`.
 
     One bounded JSON file, written atomically. A damaged file or one of another version is ignored with a log line.
     `promise`: text that identifies everything budgets depend on besides the load.
@@ -325,10 +326,19 @@ class LoadStore:
             say(f"the recorded load in {self.path} cannot be used ({reason}); recording starts again")
             return LoadModel(start), BudgetTable()
 
-    def encode(self, load: LoadModel, budgets: BudgetTable) -> bytes:
-        """Return the content of the file."""
+    def read_drafts(self) -> DraftTraces:
+        """Return the outcomes of drafts; empty ones without a readable file."""
+        try:
+            return read_traces(self.path)
+        except (OSError, ValueError):
+            return DraftTraces()
+
+    def encode(self, load: LoadModel, budgets: BudgetTable, drafts: DraftTraces | None = None) -> bytes:
+        """Return the content of the file. `drafts`: None for a server without drafts."""
         document: dict[str, Any] = {"schema": STORE_SCHEMA, "promise": self._promise}
         document |= {"load": load.to_document(), "budgets": budgets.to_document()}
+        if drafts is not None:
+            document["drafts"] = drafts.to_document()
         return json.dumps(document, allow_nan=False).encode()
 
     def write(self, content: bytes) -> None:

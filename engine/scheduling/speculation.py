@@ -17,6 +17,7 @@ from engine.request import Request
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.ledger import StepLedger
 from engine.speculation.drafts import MAX_DRAFT, Drafts, Proposal
+from engine.speculation.trace import DraftTraces
 from predictor.features import BatchFeatures
 
 MAX_ROWS = 64
@@ -40,11 +41,13 @@ class Speculation:
 
     Args:
         penalties: Whether requests with penalties may have drafts.
+        drafts: Source of the drafts; default: the texts of the requests.
     """
 
-    def __init__(self, *, penalties: bool = False) -> None:
+    def __init__(self, *, penalties: bool = False, drafts: Drafts | None = None) -> None:
+        self.traces = DraftTraces()
         self._penalties = penalties
-        self._drafts = Drafts()
+        self._drafts = drafts or Drafts()
         self._fed: dict[str, int] = {}
         self._proposed: dict[str, Proposal] = {}
 
@@ -76,6 +79,7 @@ class Speculation:
         proposal = self._proposed.pop(request.request_id, None)
         if proposal is not None and request.request_id in self._fed:
             self._drafts.judged(request.request_id, proposal, accepted)
+            self.traces.of(request.spec.job).judged(proposal, accepted)
 
     def end(self, request: Request, *, completed: bool) -> None:
         """Forget a request that ended. The answer of a completed one feeds later drafts."""
@@ -97,6 +101,7 @@ class Speculation:
             if not is_known or request.cache_map.num_compact or not self._feed(request):
                 continue
             proposal = self._propose(request, MAX_DRAFT)
+            self.traces.of(request.spec.job).look(proposal)
             if not proposal.tokens:
                 continue
             survival = self._drafts.survival(request.request_id, proposal.source)[: len(proposal.tokens)]

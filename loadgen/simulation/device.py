@@ -16,6 +16,7 @@ from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, SchedulerConfig
 from engine.models.spec import load_spec
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.policies import find_policy
+from engine.speculation.trace import DraftTraces
 from engine.virtual import PredictedRunner
 from loadgen import InputError
 from loadgen.simulation.gpu import DEVICES, MODELS, ModelShape, SimulatedDevice, SimulatedRunner, fit_device
@@ -38,6 +39,7 @@ class Simulated:
         model: Latency model before the first step, with the mean error `mape`.
         make_runner: Returns the runner of a seed, which determines the real step times.
         host_seconds: Host time between two steps (HTTP, detokenizing, event loop).
+        drafts: Outcomes of drafts; None: nothing is drafted.
         notes: Assumptions that may surprise a user, a sentence each.
     """
 
@@ -49,6 +51,7 @@ class Simulated:
     make_runner: Callable[[int], ModelRunner]
     host_seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    drafts: DraftTraces | None = None
 
     def start(self, seed: int) -> tuple[OnlineModel, ModelRunner]:
         """Return a fresh latency model and a runner whose steps it learns from."""
@@ -172,6 +175,13 @@ def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0,
         assumed = f"{blocks} blocks of cache and a context of {room.max_model_len} tokens: see the server's first lines"
         notes = (*notes, f"a profile says nothing of memory; taken are {assumed}")
     return measured_device(profile, room, host_seconds, notes)
+
+
+def with_drafts(device: Simulated, drafts: DraftTraces, origin: str) -> Simulated:
+    """Return the machine with drafts, and with a note on their acceptance."""
+    chats, jobs = drafts.chats.per_decode, drafts.jobs.per_decode
+    note = f"a decode has {chats:.2f} accepted drafted tokens in chats and {jobs:.2f} in batch lines: {origin}"
+    return replace(device, drafts=drafts, notes=(*device.notes, note))
 
 
 def measured_device(

@@ -16,6 +16,8 @@ from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
+from engine.scheduling.speculation import Speculation
+from engine.speculation.trace import TracedDrafts
 from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun
 from loadgen.plan import FIRST_OFFLINE, PromptMaker, TokenIds, Windows
 from loadgen.simulation.device import Simulated
@@ -30,6 +32,8 @@ Metrics = dict[str, float]
 """Metrics by the names of the load generator's reports."""
 OUTPUT_CAP = 1024
 """`max_tokens` of requests with a shorter true length, as set by a client that does not know the length."""
+SIMULATED_JOB = "job"
+"""Job of all offline requests, so that they share their drafts."""
 
 Row = tuple[float, int, int]
 """(arrival in seconds, prompt tokens, output tokens)."""
@@ -46,11 +50,12 @@ class Policies:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A run, its measure window in seconds, and the share of prompt tokens found in the cache."""
+    """A run, its measure window in seconds, the share of prompt tokens found in the cache, and tokens per decode."""
 
     run: VirtualRun
     window: tuple[float, float]
     prefix_hits: float
+    tokens_per_decode: float = 1.0
 
 
 def simulate(
@@ -61,9 +66,11 @@ def simulate(
     seed: int,
     policies: Policies = Policies(),
 ) -> Metrics:
-    """Run and measure. Metrics have the names of the reports; in addition `prefix_hits` (share of tokens)."""
+    """Run and measure. Metrics have the names of the reports; in addition `prefix_hits` (share of tokens) and
+    `tokens_per_decode`, with accepted drafts."""
     ran = run_workload(device, made, windows, objective, seed, policies)
-    return {**measure(ran.run, *ran.window), "prefix_hits": ran.prefix_hits}
+    more = {"prefix_hits": ran.prefix_hits, "tokens_per_decode": ran.tokens_per_decode}
+    return {**measure(ran.run, *ran.window), **more}
 
 
 def run_workload(
@@ -95,6 +102,7 @@ def run_workload(
         offline_policy=offline_policy,
         model=model,
         objective=objective,
+        speculation=None if device.drafts is None else Speculation(drafts=TracedDrafts(device.drafts, seed)),
     )
     limit, end = config.max_model_len, math.inf if windows.horizon is None else windows.horizon
     found = [] if made.online is None else requests(made.online, "n", maker, limit, RequestClass.ONLINE)
@@ -111,7 +119,8 @@ def run_workload(
     run = driver.run(end, drain=windows.drain if drain else 0.0)
     stats = report_stats(core.state)
     hits = stats.prefix_hit_tokens / stats.prefix_queried_tokens if stats.prefix_queried_tokens else 0.0
-    return Ran(run, measured, hits)
+    decodes = stats.decode_tokens - stats.accepted_tokens
+    return Ran(run, measured, hits, stats.decode_tokens / decodes if decodes else 1.0)
 
 
 def shares_prefixes(made: Workload) -> bool:
@@ -159,7 +168,9 @@ def request_of(
     _, prompt, output = row
     cap = max(output, min(OUTPUT_CAP, limit - prompt))
     sampling = SamplingParams(max_tokens=cap, min_tokens=output, stop_token_ids=frozenset({SIMULATED_TOKEN}))
-    return EngineRequest(name, (*head[:prompt], *((1,) * (prompt - len(head)))), sampling, request_class)
+    tokens = (*head[:prompt], *((1,) * (prompt - len(head))))
+    job = SIMULATED_JOB if request_class is RequestClass.OFFLINE else ""
+    return EngineRequest(name, tokens, sampling, request_class, job=job)
 
 
 def measure(run: VirtualRun, begin: float, measure_end: float) -> Metrics:
