@@ -456,3 +456,22 @@ def test_flex_requests_that_wait_are_bounded_and_no_tenant_takes_anothers_part()
     driver.run()
     assert add("heavy2", 3) == 3
     driver.run()
+
+
+def test_equal_prefixes_of_different_jobs_of_a_tenant_meet_in_the_cache() -> None:
+    """Three jobs hold the same 16 prefixes, two lines each, in different orders; the cache holds four prefixes."""
+
+    def hit_tokens(tenants: str) -> int:
+        config = SchedulerConfig(
+            num_units=120, max_model_len=128, block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=64
+        )
+        driver, rng = Driver(FakeRunner(block_size=BLOCK, vocab_size=64), config), random.Random(1)
+        for job, tenant in enumerate(tenants):
+            for prefix in rng.sample(range(16), 16):
+                for line in range(2):
+                    prompt = (2 + prefix,) * (12 * BLOCK) + (100 + line, 200 + job)
+                    driver.add(spec(f"{job} {prefix} {line}", prompt=prompt, job=str(job), tenant=tenant))
+        driver.run()
+        return driver.stats().prefix_hit_tokens
+
+    assert hit_tokens("aaa") > 1.15 * hit_tokens("abc") > 0

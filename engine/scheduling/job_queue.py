@@ -48,17 +48,20 @@ class JobQueue:
         if self._policy == "psm":
             self._tree.remove(request, taken=taken)
 
-    def candidates(self) -> Iterator[Request]:
-        """Yield requests in the order of admission. The queue must not change meanwhile."""
+    def candidates(self, near: Sequence[bytes] = ()) -> Iterator[Request]:
+        """Yield requests in the order of admission. The queue must not change meanwhile.
+
+        `near`: block hashes of a prompt that another job has just begun; requests that share its prefix go first.
+        """
         if self._policy == "psm":
-            yield from self._psm()
+            yield from self._psm(near)
         elif self._policy == "deadline":
             yield from sorted(self._by_age.values(), key=lambda r: (r.spec.deadline, r.arrival_order))
         else:
             yield from self._by_age.values()
 
-    def _psm(self) -> Iterator[Request]:
-        walk, ages = self._tree.walk(), iter(self._by_age.values())
+    def _psm(self, near: Sequence[bytes]) -> Iterator[Request]:
+        walk, ages = self._tree.walk(near), iter(self._by_age.values())
         given: set[str] = set()
         for index in range(len(self._by_age)):
             source = walk if self._draw(self._num_taken + index) < self._utility else ages
@@ -126,13 +129,26 @@ class PrefixTree:
             self._position = node
         self._prune(node)
 
-    def walk(self) -> Iterator[Request]:
-        """Yield all requests in depth-first order from the current position. The tree must not change meanwhile."""
+    def walk(self, near: Sequence[bytes] = ()) -> Iterator[Request]:
+        """Yield all requests in depth-first order from the current position. The tree must not change meanwhile.
+
+        If the position does not share the longest prefix of `near` in the tree, the walk starts at that prefix.
+        """
         visited: _Node | None = None
-        node: _Node | None = self._position
+        node: _Node | None = self._start(near)
         while node is not None:
             yield from self._subtree(node, visited)
             visited, node = node, node.parent
+
+    def _start(self, near: Sequence[bytes]) -> _Node:
+        node, depth = self._root, 0
+        while (child := node.children.get(near[depth]) if depth < len(near) else None) is not None:
+            depth += _common_length(child.segment, near, depth)
+            node = child
+        above: _Node | None = self._position
+        while above is not None and above is not node:
+            above = above.parent
+        return node if above is None else self._position
 
     @staticmethod
     def _subtree(top: _Node, skip: _Node | None) -> Iterator[Request]:

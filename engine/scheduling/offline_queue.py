@@ -6,14 +6,15 @@
 - Within a lane preempted requests go first, oldest first, since their blocks may still be cached.
 - Then tenants by virtual token counters, and the jobs of a tenant likewise (`FairShare`). A request is charged when it
   is admitted, for its prompt and its job's mean output. At its end the charge is corrected to the actual cost.
-- Within a job the policy decides (`JobQueue`). `deadline` and `fcfs` order all jobs of a tenant together, so a tenant
-  has a single job under these policies.
+- Within a job the policy decides (`JobQueue`). Under `psm` a job prefers the prefix of the request that its tenant
+  started last, so that equal prefixes of several jobs run together. `deadline` and `fcfs` order all jobs of a tenant
+  together, so a tenant has a single job under these policies.
 
 Candidates are only peeked at; the queue changes when a request is admitted. Running requests keep their tenant and job
 active, so a job keeps its counter while its next lines are still being read from disk.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -36,9 +37,12 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
+    """Waiting requests of a tenant in a lane. `last`: block hashes of the prompt that was admitted last."""
+
     jobs: dict[str, _Job] = field(default_factory=dict)
     share: FairShare = field(default_factory=FairShare)
     num_waiting: int = 0
+    last: Sequence[bytes] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +175,7 @@ class OfflineQueue:
                 self._charged[request.request_id] = cost
                 lane.share.charge(spec.tenant, cost)
                 tenant.share.charge(key, cost)
+                tenant.last = request.cache_map.hashes
         if taken:
             self.num_started[spec.lane] += 1
             self._floors.charge(spec.lane, cost, [name for name, queue in self._lanes.items() if len(queue)])
@@ -299,5 +304,6 @@ class _LaneWalk:
     def _next_of(self, name: str, key: str) -> Request | None:
         walk = self._requests.get((name, key))
         if walk is None:
-            walk = self._requests[name, key] = self._lane.tenants[name].jobs[key].queue.candidates()
+            tenant = self._lane.tenants[name]
+            walk = self._requests[name, key] = tenant.jobs[key].queue.candidates(tenant.last)
         return next(walk, None)
