@@ -11,12 +11,12 @@ import pytest
 from batch_tools import digest, key_file
 from fake_engine import MODEL as NAME
 from fake_engine import FakeEngine, say, serve
-from test_laxity import MODEL, Clock, make_core
+from test_laxity import LAPTOP, MODEL, Clock, make_core, replay
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.colocation.keeper import Colocation
 from engine.colocation.replay import metrics_of
-from engine.colocation.waits import initial_budget, objective_of
+from engine.colocation.waits import ArrivalWaits, initial_budget, objective_of
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequestError, QueueFullError
 from engine.scheduling.laxity import prefill_pace
@@ -226,6 +226,18 @@ def test_no_line_joins_a_step_that_keeps_a_gap_only_by_its_usual_time(seconds: f
     core.add_request(next(offline()), clock.now)
     output = core.schedule(clock.now, whole(core.plan_offline(clock.now)))
     assert output is not None and (len(output.chunks) > 1) is fills
+
+
+@pytest.mark.parametrize("at", [0.01, 0.3, 1.0, 2.0])
+def test_a_patient_prompt_gives_way_to_stricter_arrivals(at: float) -> None:
+    """A full step takes a second. Neither the agent's prompt nor that of the other chat makes the answer late."""
+    core = make_core("goodput", LAPTOP)
+    waits = ArrivalWaits.of(SLOS, LAPTOP, [("premium", 30), ("agent", 2000)], 1.0)
+    core.set_objective(waits.objective(SLOS, initial_budget(SLOS, LAPTOP), searched=False))
+    soon = [Arrival(at, ask("premium", 3, 30, 1, PREMIUM)), Arrival(at + 0.01, ask("chat", 4, 200, 1, None))]
+    found = replay(core, [Arrival(0.0, ask("agent", 2, 2000, 1, AGENT)), *soon], LAPTOP)
+    ttfts = {name: record.ttft or math.inf for name, record in found.items()}
+    assert ttfts["premium"] <= 0.3 and ttfts["chat"] <= 1.0 and ttfts["agent"] < 20.0
 
 
 def test_a_deadline_refuses_a_request_that_could_not_start_before_it() -> None:

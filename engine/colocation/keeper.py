@@ -123,7 +123,7 @@ class Colocation:
         self._follow_breaker(self._now)
 
     def _set_objective(self) -> None:
-        prompts = [each.lengths.to_compute for each in self.load.arrivals]
+        prompts = [(service_of(each.promise), each.lengths.to_compute) for each in self.load.arrivals]
         waits = ArrivalWaits.of(self.slo, self.model, prompts, self.load.rate(self._now + self.calendar))
         searched = self._searched and not self._held
         self._core.set_objective(waits.objective(self.slo, self._budget, searched=searched, initial=self.initial))

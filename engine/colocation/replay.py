@@ -29,6 +29,7 @@ from predictor.judge import aggregate, attainments
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
+from predictor.promise import service_of
 from predictor.slo import SLO
 
 WARM_UP_SHARE = 0.1
@@ -138,7 +139,7 @@ def run_workload(
     """
     model, noise, config = server.model, server.noise, server.config
     online = OnlineModel(model, _mean_error(noise))
-    prompts = [arrival.lengths.to_compute for arrival in workload.arrivals]
+    prompts = [(service_of(arrival.promise), arrival.lengths.to_compute) for arrival in workload.arrivals]
     waits = ArrivalWaits.of(server.slo, model, prompts, len(prompts) / workload.seconds if prompts else 0.0)
     core = EngineCore(
         config,

@@ -78,6 +78,9 @@ AWAITED_GAPS, SHORTEST_AWAITED = 3.0, 10.0
 If chats arrive independently, one in twenty comes after more than three mean gaps. Its wait adds a hundredth to the
 mean, and at night all the time is left to offline work.
 """
+PATIENCE = 2.0
+"""A prompt gives way to arrivals of the class with the strictest TTFT limit if its own limit is this many times as
+long. Its chunks become shorter, which costs some of its speed."""
 USUAL_PROMPT = 256
 """Assumed prompt tokens of a chat before the first one arrives."""
 
@@ -94,6 +97,8 @@ class ArrivalWaits:
 
     Attributes:
         idle: Maximum duration of a step without online work.
+        patient: See `StepObjective`.
+        arrival: See `StepObjective`.
         mean: Mean wait of an arrival for a step to end, kept by pauses between steps; infinite without a tolerance on
             the mean TTFT.
         awaited: Time after the last chat for which these pauses are made.
@@ -102,27 +107,36 @@ class ArrivalWaits:
     idle: float
     mean: float
     awaited: float
+    patient: float = math.inf
+    arrival: float = math.inf
 
     @classmethod
-    def of(cls, slo: SLO, model: LatencyPredictor, prompts: Sequence[int], rate: float) -> "ArrivalWaits":
-        """Return the limits for chats with `prompts` tokens to compute, arriving at `rate` per second.
+    def of(cls, slo: SLO, model: LatencyPredictor, prompts: Sequence[tuple[str, int]], rate: float) -> "ArrivalWaits":
+        """Return the limits for chats of `prompts`, arriving at `rate` per second.
 
         An arrival waits half a step on average. This wait may use half of a tolerance. Under an absolute limit per
         request it may use half of the limit less the prompt's own time, since the request may not be alone.
+
+        Args:
+            prompts: Class and number of prompt tokens to compute of each chat.
         """
-        features = BatchFeatures(model.reach)
-        features.add_chunk(0, max(2, sum(prompts) // len(prompts) if prompts else USUAL_PROMPT))
-        alone = model.predict(features)
-        limits, mean = [], math.inf
+        limits, mean, shortest = [], math.inf, IDLE_STEPS * smallest_step(model)
         awaited = min(max(AWAITED_GAPS / rate, SHORTEST_AWAITED), MAX_AGE) if rate > 0.0 else MAX_AGE
-        for objective in (objective for _, own in slo.by_class for objective in own.objectives):
-            if objective.metric == "ttft" and objective.limit is not None:
-                limits.append((objective.limit - alone) * (2.0 if objective.percentile is None else 0.5))
-            elif objective.metric == "ttft" and objective.tolerance is not None:
-                limits.append(objective.tolerance * alone)
-                if objective.percentile is None:
-                    mean = objective.tolerance * alone / 2.0
-        return cls(max(min(limits, default=math.inf), IDLE_STEPS * smallest_step(model)), mean, awaited)
+        strict = slo.tightest("ttft")
+        arrival = math.inf
+        for name, own in slo.by_class:
+            alone = _alone(model, [tokens for service, tokens in prompts if service == name] or [n for _, n in prompts])
+            for objective in own.objectives:
+                if objective.metric == "ttft" and objective.limit is not None:
+                    limit = (objective.limit - alone) * (2.0 if objective.percentile is None else 0.5)
+                    limits.append(limit)
+                    if objective.limit == strict and slo.classes:
+                        arrival = max(limit, shortest)
+                elif objective.metric == "ttft" and objective.tolerance is not None:
+                    limits.append(objective.tolerance * alone)
+                    if objective.percentile is None:
+                        mean = objective.tolerance * alone / 2.0
+        return cls(max(min(limits, default=math.inf), shortest), mean, awaited, PATIENCE * strict, arrival)
 
     def objective(
         self, slo: SLO, budget: BudgetParams, *, searched: bool, initial: BudgetParams | None = None
@@ -138,4 +152,18 @@ class ArrivalWaits:
         idle: float | None = None
         if not searched or not math.isinf(self.mean):
             idle = min(self.idle, max(each.latency_budget for each in (budget, initial or budget)))
-        return replace(objective_of(slo, budget), idle=idle, wait=self.mean, awaited=self.awaited)
+        return replace(
+            objective_of(slo, budget),
+            idle=idle,
+            wait=self.mean,
+            awaited=self.awaited,
+            patient=self.patient,
+            arrival=self.arrival,
+        )
+
+
+def _alone(model: LatencyPredictor, prompts: Sequence[int]) -> float:
+    """Return the seconds of a step with the mean of these prompts."""
+    features = BatchFeatures(model.reach)
+    features.add_chunk(0, max(2, sum(prompts) // len(prompts) if prompts else USUAL_PROMPT))
+    return model.predict(features)

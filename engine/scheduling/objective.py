@@ -32,6 +32,8 @@ class StepObjective:
         wait: Mean seconds that an arrival may wait for an offline step to end. If finite, offline steps without online
             work alternate with pauses.
         awaited: Seconds after the last online work for which these pauses are made.
+        patient: TTFT limit in seconds from which on the prompt of a request gives way to arrivals of a stricter class.
+        arrival: Maximum seconds of a step with such a prompt, because an arrival waits for its end.
     """
 
     ttft: float = math.inf
@@ -41,6 +43,8 @@ class StepObjective:
     idle: float | None = None
     wait: float = math.inf
     awaited: float = math.inf
+    patient: float = math.inf
+    arrival: float = math.inf
 
     @property
     def idle_limit(self) -> float:
@@ -61,6 +65,13 @@ class StepObjective:
             return arrival + self.ttft
         rest = 0.0 if math.isinf(promise.e2e) else step * (request.num_remaining_tokens - 1)
         return promise.first_due(arrival, rest)
+
+    def prompt_limit(self, request: Request) -> float:
+        """Return the maximum seconds of a step in which this prompt is computed."""
+        if math.isinf(self.arrival):
+            return math.inf
+        promise = request.spec.promise
+        return self.arrival if (self.ttft if promise is None else promise.start) >= self.patient else math.inf
 
     def is_late(self, request: Request, now: float) -> bool:
         """Return whether the first token came late or can only come late, or a promise to the request is broken."""

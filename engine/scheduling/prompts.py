@@ -188,9 +188,9 @@ class PromptFill:
         ):
             return
         start = request.num_computed_tokens
-        length = self._length(start, len(request.token_ids) - start)
+        length = self._length(request, start, len(request.token_ids) - start)
         if length and self._draft.advance(request, length):
-            self.has_added = True
+            self._added(request)
 
     def _start_waiting(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
         """Try to start a waiting request. Return whether the next one may be tried."""
@@ -212,27 +212,43 @@ class PromptFill:
         return passes and bool(self._state.free_rows)
 
     def _admit(self, request: Request, kind: CacheKind) -> bool:
-        admitted = self._draft.admit(request, self._length, kind)
-        self.has_added = self.has_added or admitted
+        admitted = self._draft.admit(request, partial(self._length, request), kind)
+        if admitted:
+            self._added(request)
         return admitted
 
-    def _length(self, start: int, wanted: int) -> int:
-        """Return the chunk length that the decodes beside it allow. One prompt per step always gets a floor chunk."""
+    def _added(self, request: Request) -> None:
+        """Record that a chunk of the request was added.
+
+        If it is the last chunk, the prompts behind it must not make its token late.
+        """
+        self.has_added = True
+        if self._ledger.model is not None and self._draft.chunks[-1].sample:
+            slack = self._state.objective.first_due(request, 0.0) - self._draft.now
+            if slack >= self._ledger.seconds:
+                self.time_limit = min(self.time_limit, slack)
+
+    def _length(self, request: Request, start: int, wanted: int) -> int:
+        """Return the chunk length that the decodes beside it and stricter arrivals allow.
+
+        One prompt per step always gets a floor chunk.
+        """
         ledger = self._ledger
         length = wanted = min(wanted, max(0, ledger.tokens_left - self._reserve.tokens))
-        if ledger.model is not None and not math.isinf(self.time_limit):
-            room = self.time_limit - ledger.seconds - self._reserve.seconds
+        limit = min(self.time_limit, self._state.objective.prompt_limit(request))
+        if ledger.model is not None and not math.isinf(limit):
+            room = limit - ledger.seconds - self._reserve.seconds
             length = ledger.model.max_prefill(ledger.features, room, wanted, start) if room > 0.0 else 0
         if not self.has_added:
-            length = max(length, min(wanted, self._floor(start)))
+            length = max(length, min(wanted, self._floor(limit, start)))
         return length
 
-    def _floor(self, start: int) -> int:
-        """Return the chunk that one prompt per step gets even without time left."""
+    def _floor(self, limit: float, start: int) -> int:
+        """Return the chunk that one prompt per step gets even without time left until `limit`."""
         ledger, config = self._ledger, self._state.config
-        if ledger.model is None or math.isinf(self.time_limit):
+        if ledger.model is None or math.isinf(limit):
             return config.min_prefill_chunk
-        return floor_chunk(ledger.model, ledger.features, self.time_limit, config, start)
+        return floor_chunk(ledger.model, ledger.features, limit, config, start)
 
 
 def _queue_context(state: SchedulerState, now: float) -> QueueContext:

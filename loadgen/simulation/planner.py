@@ -237,7 +237,8 @@ class _Replays:
         question, config = self._question, self._question.config
         assert made.horizon is not None
         warm_up = min(WARM_UP_SHARE * made.horizon, MAX_WARM_UP)
-        prompts = made.online.input_tokens.tolist() if made.online is not None else []
+        tokens = made.online.input_tokens.tolist() if made.online is not None else []
+        prompts = [(DEFAULT_CLASS, count) for count in tokens]
         waits = ArrivalWaits.of(question.slo, question.machine.model, prompts, len(prompts) / made.horizon)
         windows = Windows(warm_up, 0.0, max(made.horizon, MIN_DRAIN), made.horizon)
         ran = run_workload(
