@@ -44,9 +44,10 @@ def open_store(path: Path) -> RowStore:
     return RowStore(SqliteWriter(open_database(path), path=path))
 
 
-def open_remote(address: str) -> RowStore:
-    """Open the rows in PostgreSQL."""
-    return RowStore(find_postgres().PostgresWriter(None, lambda: find_postgres().open_database(address)))
+def open_remote(address: str, objects: str | None = None) -> RowStore:
+    """Open the rows in PostgreSQL, for one server or for those that share `objects`."""
+    writer = find_postgres().PostgresWriter(None, lambda: find_postgres().open_database(address, objects))
+    return RowStore(writer, is_shared=objects is not None)
 
 
 @asynccontextmanager

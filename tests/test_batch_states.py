@@ -174,7 +174,8 @@ class BatchMachine(RuleBasedStateMachine):
             return
         self.clock += 1
         errors = (InputError("c", "m", 1),) if status is S.FAILED else ()
-        if status in TRANSITIONS[known["status"]]:
+        is_early = status is S.FINALIZING and None in known["lines"].values()
+        if status in TRANSITIONS[known["status"]] and not is_early:
             self.run(self.store.move_batch(batch, status, self.clock, errors))
             self._moved(batch, status)
             if status is S.FAILED:  # whenever it fails, it ends without files and counts

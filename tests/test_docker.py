@@ -119,11 +119,12 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def test_compose_mounts_what_exists() -> None:
-    (compose,) = documents(DOCKER / "compose.yaml")
-    for service in compose["services"].values():
-        for volume in service.get("volumes", ()):
-            source = volume.split(":")[0]
-            assert source in compose["volumes"] or (DOCKER / source).is_dir(), volume
+    for name in ("compose.cluster.yaml", "compose.yaml"):
+        (compose,) = documents(DOCKER / name)
+        for service in compose["services"].values():
+            for volume in service.get("volumes", ()):
+                source = volume.split(":")[0]
+                assert source in compose["volumes"] or (DOCKER / source).is_dir(), volume
     prometheus = compose["services"]["prometheus"]
     assert "prometheus:/prometheus" in prometheus["volumes"]  # data go there, whatever the image's default is
     assert "--storage.tsdb.path=/prometheus" in prometheus["command"]
@@ -142,6 +143,13 @@ def test_the_manifests_agree_on_names_and_ports() -> None:
     assert service["spec"]["ports"][0]["targetPort"] == container["ports"][0]["name"]
     assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
     assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    deployment, scaler, budget = documents(folder.parent / "cluster" / "deployment.yaml")
+    pod, other = workload["spec"]["template"], deployment["spec"]["template"]
+    assert (other["metadata"], deployment["metadata"]) == (pod["metadata"], workload["metadata"])
+    different = {"image": 0, "envFrom": 0, "volumeMounts": 0}
+    assert other["spec"]["containers"][0] | different == container | different
+    assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert budget["spec"]["selector"] == deployment["spec"]["selector"] == workload["spec"]["selector"]
     claims = {claim["metadata"]["name"] for claim in workload["spec"]["volumeClaimTemplates"]}
     volumes = {volume["name"] for volume in workload["spec"]["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == claims | volumes
@@ -179,9 +187,9 @@ def test_kustomize_renders_the_model_the_image_and_the_limits() -> None:
     assert "memory" in container["resources"]["requests"]
 
 
-@pytest.mark.parametrize("name", ["service", "statefulset"])
+@pytest.mark.parametrize("name", ["kubernetes/service", "kubernetes/statefulset", "cluster/deployment"])
 def test_each_manifest_keeps_the_schema_of_kubernetes(name: str) -> None:
-    for document in documents(DOCKER / "deploy" / "kubernetes" / f"{name}.yaml"):
+    for document in documents(DOCKER / "deploy" / f"{name}.yaml"):
         kubernetes_validate.validate(document, "1.34", strict=True)
         with pytest.raises(kubernetes_validate.ValidationError):
             kubernetes_validate.validate(document | {"specs": {}}, "1.34", strict=True)

@@ -104,6 +104,7 @@ async def test_another_machine_goes_on(
     assert len(stored.names("files/")) == 3, "two inputs and an output"
     stored.put("files/file-" + 32 * "0", b"of another database")
     folder = await asyncio.to_thread(open_state, places[2])
+    await folder.recover()
     await folder.store.announce_files(["file-" + 32 * "1"])
     stored.put("files/file-" + 32 * "1", b"without a row")
     await folder.close()

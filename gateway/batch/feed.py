@@ -2,16 +2,19 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.api import Lane
 from gateway.batch.failures import Trials
 from gateway.batch.lengths import AnswerLengths, LineLengths
 from gateway.store.objects import BatchJob, LineRef, Usage
+
+if TYPE_CHECKING:
+    from gateway.batch.cluster import Leases
 
 
 class FinishedLine(NamedTuple):
@@ -65,6 +68,8 @@ class Job:
     """Lane (`at_risk`) and number in the queue of `FeedOrder`; None while the job does not wait for a turn."""
     closing: bool = False
     """The batch accepts no more results."""
+    leases: "Leases | None" = None
+    """Runs of this server, if servers share the batch."""
 
     @property
     def lane(self) -> Lane:
@@ -131,12 +136,18 @@ class FeedOrder:
     """
 
     def __init__(self, window_lines: int) -> None:
-        self.quantum = max(1, window_lines // 4)
-        self._urgent_lines = window_lines - self.quantum
+        self.window_lines = window_lines
         self._turn = 0
         self._numbers = count()
         self._waiting: dict[tuple[bool, str], list[tuple[int, int, int, Job]]] = {}
         self._holding: set[Job] = set()
+        self.elsewhere: Mapping[str, int] = {}
+        """Lines that other servers feed, by tenant."""
+
+    @property
+    def quantum(self) -> int:
+        """Maximum number of lines in a turn."""
+        return max(1, self.window_lines // 4)
 
     def offer(self, job: Job) -> None:
         """Queue a job that may have lines to feed or whose `at_risk` has changed."""
@@ -157,9 +168,9 @@ class FeedOrder:
             return None
         urgent = [job for job in hungry if job.at_risk]
         if urgent and len(urgent) < len(hungry):
-            is_full = sum(job.num_held for job in self._holding if job.at_risk) >= self._urgent_lines
+            is_full = sum(job.num_held for job in self._holding if job.at_risk) >= self.window_lines - self.quantum
             hungry = [job for job in hungry if job.at_risk is not is_full]
-        held: Counter[str] = Counter()
+        held: Counter[str] = Counter(self.elsewhere)
         for job in self._holding:
             held[job.batch.tenant] += job.num_held
         job = min(hungry, key=lambda job: (held[job.batch.tenant], job.num_held, job.last_turn, job.batch.expires_at))

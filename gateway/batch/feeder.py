@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from gateway.batch.causes import Cause, cause_of, kind_of, retry_after
+from gateway.batch.cluster import Membership
 from gateway.batch.failures import LineFailures
 from gateway.batch.feed import FeedOrder, FinishedLine, Job, Window
 from gateway.batch.finish import INPUT_LOST
@@ -48,6 +49,7 @@ class LineFeeder:
         window: Window,
         wake: asyncio.Event,
         ended: Callable[[FinishedLine], None],
+        cluster: Membership,
     ) -> None:
         self._folder = folder
         self._store = folder.store
@@ -59,8 +61,8 @@ class LineFeeder:
         self._window = window
         self._wake = wake
         self._ended = ended
-        self._order = FeedOrder(limits.window_lines)
-        self._lines = LineOrder(folder.store, window, limits.tail_lines)
+        self.order = FeedOrder(limits.window_lines)
+        self._lines = LineOrder(folder.store, window, limits.tail_lines, cluster)
         self._failures = LineFailures()
         self._paused = False
         self._system_pauses = 0
@@ -74,7 +76,7 @@ class LineFeeder:
             self._wake.clear()
             try:
                 while self._retry.healthy and not self._paused and not self._window.is_full:
-                    job = self._order.pick()
+                    job = self.order.pick()
                     if job is None or not await self._feed(job):
                         break
             except Exception as error:  # a bug in FeedOrder; a bug in a job's turn only pauses that job
@@ -84,7 +86,7 @@ class LineFeeder:
 
     def offer(self, job: Job) -> None:
         """Queue a job that may have lines to feed or whose lane has changed."""
-        self._order.offer(job)
+        self.order.offer(job)
         self._wake.set()
 
     def forget(self, job: Job) -> None:
@@ -113,7 +115,7 @@ class LineFeeder:
         """Feed the next lines of a job; return False if there was no room for its next line."""
         refs: list[LineRef] = []
         try:
-            refs = await self._retry.run(lambda: self._lines.take(job, self._order.quantum))
+            refs = await self._retry.run(lambda: self._lines.take(job, self.order.quantum))
             if not refs:
                 return job.exhausted and not (job.retry or job.ahead)
             self._window.take(refs)

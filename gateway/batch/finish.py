@@ -270,10 +270,11 @@ class Finisher:
         expires_at = None if batch.output_expires_after is None else now + batch.output_expires_after
         return FileObject(file_id, batch.tenant, size, now, f"{batch.id}_{kind}.jsonl", "batch_output", expires_at)
 
-    def forget(self, batch: BatchJob) -> None:
-        """Remove the journal of a batch that has ended; if that fails, the next start removes it. Blocking."""
+    def forget(self, batch: BatchJob, *, is_owner: bool) -> None:
+        """Remove the journal of a batch that has ended, or this server's copy; if that fails, the next start removes
+        it. Blocking."""
         self._hurried.discard(batch.id)
         del self._rounds[batch.id]
         if not batch.is_damaged:  # the journal of a damaged batch holds its only results
             with suppress(StorageError):
-                self._folder.remove_journal(batch.id)
+                self._folder.remove_journal(batch.id, is_owner=is_owner)

@@ -99,6 +99,8 @@ class Forecast:
         self._added: dict[str, Outlook] = {}
         self.pace = Pace()
         self.outlooks: dict[str, Outlook] = {}
+        self.elsewhere = 0.0
+        """Work per second of other servers on the same jobs."""
 
     def line_ended(self, num_bytes: int, usage: Usage) -> None:
         """Count a finished line of `num_bytes` bytes, successful or not."""
@@ -179,7 +181,9 @@ class Forecast:
     def _seconds(self, shares: Shares, load: JobLoad, left: TokensLeft, *, is_new: bool = False) -> float:
         """Return the time until a job ends among the jobs of `shares`."""
         first = None if self._stats.token_costs is None else self._online.left
-        seconds = self.pace.seconds(shares.seconds(load, 1.0, is_new=is_new), first)
+        own = self.pace.rate
+        share = 1.0 if own is None else own / (own + self.elsewhere)
+        seconds = self.pace.seconds(share * shares.seconds(load, 1.0, is_new=is_new), first)
         return max(seconds, left.longest * self._step_seconds)
 
     def _look(self, now: float) -> None:

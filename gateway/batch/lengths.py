@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gateway.store.lease_rows import AnswerSums
 from gateway.store.objects import LineRef
 
 RANGES = 32
@@ -75,6 +76,17 @@ class AnswerLengths:
         """Number of finished lines, failed ones included."""
         self.bytes = 0
         """Length of the finished lines."""
+
+    def load(self, sums: Sequence[AnswerSums]) -> None:
+        """Replace all lines by sums over the finished lines of each range of ranks."""
+        low, high = self._low, self._high
+        self.clear()
+        for place, n, *totals in sums:
+            own = self._sums[min(place, RANGES - 1)] = _Sums(n, *map(float, totals))
+            self.ended, self._learned, self.bytes = self.ended + n, self._learned + n, self.bytes + round(own.x)
+            deviation = math.sqrt(max(0.0, own.xx / n - (own.x / n) ** 2))
+            low, high = min(low, own.x / n - deviation), max(high, own.x / n + deviation)
+        self._low, self._high = low, high
 
     def begin(self, ref: LineRef) -> None:
         """Record that a line is fed."""

@@ -46,6 +46,8 @@ class BatchLimits:
     cancel_seconds: float = 60.0
     """The same, once the batch is being cancelled."""
     tick_seconds: float = 30.0
+    beat_seconds: float = 2.0
+    """Time between two heartbeats of servers that share batches."""
 
     def back_off(self, faults: int) -> float:
         """Return the pause in seconds after `faults` consecutive failures: exponential, at most MAX_BACK_OFF."""

@@ -10,6 +10,7 @@ any length is known. (With all lengths known, 250 lines on 128 rows would end 3 
 import math
 from collections.abc import Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from gateway.batch.feed import Job, Window
 from gateway.batch.lengths import AnswerLengths
@@ -17,6 +18,9 @@ from gateway.batch.results import in_thread
 from gateway.generate.threads import at_half_speed
 from gateway.store.objects import LineRef
 from gateway.store.row_store import RowStore
+
+if TYPE_CHECKING:
+    from gateway.batch.cluster import Membership
 
 NUM_RUNS = 128
 """Least number of runs of a batch, as far as runs have RUN_LINES lines."""
@@ -42,25 +46,33 @@ class Runs:
         self._step = max(1, round(GOLDEN * self.count))
         while math.gcd(self._step, self.count) > 1:
             self._step += 1
+        self._inverse = pow(self._step, -1, self.count) if self.count > 1 else 0
 
     def ranks(self, index: int) -> range:
         """Return the ranks of a run by its index in feeding order."""
         start = index * self._step % self.count * self.size
         return range(start, min(start + self.size, self._num_lines))
 
+    def index(self, rank: int) -> int:
+        """Return the index of the run with a rank."""
+        return rank // self.size * self._inverse % self.count
+
 
 class LineOrder:
     """Choose the next lines of jobs. `tail_lines`: maximum number of last lines that are ordered by expected length
-    (0: all lines run by rank)."""
+    (0: all lines run by rank); `cluster`: leases of runs."""
 
-    def __init__(self, store: RowStore, window: Window, tail_lines: int) -> None:
+    def __init__(self, store: RowStore, window: Window, tail_lines: int, cluster: "Membership") -> None:
         self._store = store
         self._window = window
         self._tail_lines = tail_lines
+        self._cluster = cluster
 
     async def take(self, job: Job, most: int) -> list[LineRef]:
         """Take up to `most` lines that fit into the window."""
         probes = job.trials.pauses > 0
+        if job.leases is not None:  # lines beyond the window are for other servers
+            most = max(1, min(most, self._window.max_lines - self._window.lines))
         most = PROBE_LINES if probes else most
         old = list(islice(job.retry, most // 2 if probes else most))
         new = await self._new(job, most - len(old)) if probes or not old else []
@@ -75,21 +87,31 @@ class LineOrder:
         """Return lines that have not run yet. Their ranks are the first ones in `job.ahead`."""
         await self._order_tail(job)
         asked = most
-        while self._look_ahead(job, asked):
-            found = await self._store.lines_at(job.batch.id, job.ahead[:asked])
+        while await self._look_ahead(job, asked):
+            ranks = job.ahead[:asked]
+            found = await self._store.lines_at(job.batch.id, ranks)
             job.ahead[:asked] = [ref.rank for ref in found]
+            if job.leases is not None:
+                job.leases.lines_ended(set(ranks).difference(job.ahead[: len(found)]))
             if found:
                 return found[:most]
             asked = min(2 * asked, MAX_ASKED)  # a restarted job: most lines have results
         return []
 
-    def _look_ahead(self, job: Job, count: int) -> bool:
+    async def _look_ahead(self, job: Job, count: int) -> bool:
         """Extend `job.ahead` to at least `count` ranks by further runs; return whether it has any."""
         runs = self._runs(job)
-        while len(job.ahead) < count and job.next_run < runs.count:
-            job.ahead += runs.ranks(job.next_run)
-            job.next_run += 1
-        job.exhausted = job.next_run >= runs.count
+        while len(job.ahead) < count and not job.exhausted:
+            wanted = -(-(count - len(job.ahead)) // runs.size)
+            if job.leases is None:
+                found = list(range(job.next_run, min(job.next_run + wanted, runs.count)))
+                job.next_run += len(found)
+                job.exhausted = job.next_run >= runs.count
+            else:
+                found = await self._cluster.take_runs(job.batch, job.leases, wanted)
+                job.exhausted = len(found) < wanted
+            for index in found:
+                job.ahead += runs.ranks(index)
         return bool(job.ahead)
 
     def _runs(self, job: Job) -> Runs:
@@ -100,12 +122,15 @@ class LineOrder:
         answers, unfed = job.answers, job.batch.remaining - job.num_held - len(job.retry)
         if not answers.is_known or answers.ended < 2 * job.ordered or unfed <= 0:
             return
+        if job.leases is not None and not job.exhausted:
+            return
         if not job.ordered:
             most = min(self._tail_lines, round(answers.stretch * self._window.max_lines))
             if answers.stretch < LEAST_STRETCH or unfed > most:
                 return
         runs, refs = self._runs(job), await self._store.lines_at(job.batch.id, job.ahead)
-        rest = (rank for index in range(job.next_run, runs.count) for rank in runs.ranks(index))
+        first = job.next_run if job.leases is None else runs.count
+        rest = (rank for index in range(first, runs.count) for rank in runs.ranks(index))
         while ranks := list(islice(rest, MAX_ASKED)):
             refs += await self._store.lines_at(job.batch.id, ranks)
         job.ahead = await _longest_first(refs, answers)

@@ -123,7 +123,10 @@ class Notifier:
                     self._running[key] = asyncio.create_task(self._attempt(notice), name=f"tidemill-{channel}")
 
     async def _attempt(self, notice: Notice) -> None:
+        until = int(self._clock() + COMMAND_SECONDS) + FIRST_PAUSE
         try:
+            if self._store.is_shared and not await self._store.claim_notice(notice, until):
+                return
             await self._settle(notice, await self._send(notice))
         except StorageError:
             await asyncio.sleep(FIRST_PAUSE)  # the attempt is repeated

@@ -147,9 +147,8 @@ class ResultWriter:
         )
 
     async def _write(self, job: Job, lines: list[FinishedLine]) -> None:
-        start = job.journal_end
         try:
-            await self._retry.run(lambda: self._commit(job, lines, start))
+            await self._store_group(job, lines)
         except StorageError:
             log.warning("%d results could not be stored before shutdown; their lines run again", len(lines))
         except Exception as error:  # a bug or a damaged database: keep the results, which cost engine time
@@ -164,6 +163,25 @@ class ResultWriter:
         if not job.batch.remaining:
             job.settled.set()
         self._changed(job)
+
+    async def _store_group(self, job: Job, lines: list[FinishedLine]) -> None:
+        frames = [frame(job.batch.id, line.ref.rank, line.succeeded, line.usage, line.row) for line in lines]
+        start: int | None = job.journal_end
+        if job.leases is not None:
+            size = sum(map(len, frames))
+            start = await self._retry.run(lambda: self._folder.store.reserve(job.batch.id, size))
+        if start is None:
+            job.settled.set()
+            return
+        results: list[LineResult] = []
+        end = start
+        for line, framed in zip(lines, frames, strict=True):
+            results.append(LineResult(line.ref.rank, line.succeeded, end, len(framed), line.usage))
+            end += len(framed)
+        data, first = b"".join(frames), start
+        await self._retry.run(lambda: self._commit(job, results, data, first))
+        if job.leases is not None:
+            job.leases.lines_ended(result.rank for result in results)
 
     def _keep(self, job: Job, lines: list[FinishedLine]) -> None:
         job.write_faults += 1
@@ -188,14 +206,8 @@ class ResultWriter:
         if not job.unwritten:
             job.written.set()
 
-    async def _commit(self, job: Job, lines: list[FinishedLine], start: int) -> None:
+    async def _commit(self, job: Job, results: list[LineResult], data: bytes, start: int) -> None:
         """Write a group. Repeatable: the same rows go to the same offset of the journal."""
-        results: list[LineResult] = []
-        data = bytearray()
-        for line in lines:
-            framed = frame(job.batch.id, line.ref.rank, line.succeeded, line.usage, line.row)
-            results.append(LineResult(line.ref.rank, line.succeeded, start + len(data), len(framed), line.usage))
-            data += framed
         await in_thread(lambda: self._folder.append_journal(job.batch.id, data, start))
         job.journal_end = start + len(data)
         job.batch = await to_end(self._folder.store.add_results(job.batch.id, results))

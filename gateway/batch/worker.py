@@ -14,6 +14,7 @@ from functools import partial
 
 from engine.api import EngineStats, Lane
 from gateway.batch.causes import Cause, cause_of
+from gateway.batch.cluster import Leases, Membership
 from gateway.batch.feed import FinishedLine, Job, Window
 from gateway.batch.feeder import LineFeeder, RunLine
 from gateway.batch.finish import Finisher
@@ -22,11 +23,13 @@ from gateway.batch.lane_updater import LaneUpdater
 from gateway.batch.lengths import AnswerLengths, LineLengths
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import read_head
+from gateway.batch.line_order import Runs
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.models import ModelNames
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
+from gateway.store.lease_rows import Beat
 from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, IllegalTransition
 
 EXPIRED_FILES = 1000
@@ -69,11 +72,21 @@ class BatchWorker:
         )
         self.jobs: dict[str, Job] = {}
         """Batches in progress by id."""
+        self.forecast = Forecast(stats)
+        self.cluster = Membership(folder.store, limits, self.window, stats, lambda: self.forecast.pace.rate or 0.0)
         self.feeder = LineFeeder(
-            folder, limits, run_line, self.jobs, self._retry, self._results, self.window, self._wake, self._line_ended
+            folder,
+            limits,
+            run_line,
+            self.jobs,
+            self._retry,
+            self._results,
+            self.window,
+            self._wake,
+            self._line_ended,
+            self.cluster,
         )
         self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines, models)
-        self.forecast = Forecast(stats)
         self.lanes = LaneUpdater(self.forecast, self.jobs, clock, set_lane, self.feeder.offer)
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []
@@ -91,6 +104,7 @@ class BatchWorker:
             "results": self._results.run(),
             "ticks": self._tick_for_ever(),
             "forecast": self.lanes.run(),
+            "cluster": self.cluster.run(self._beaten),
         }
         try:
             await self._resume()
@@ -100,6 +114,8 @@ class BatchWorker:
 
     async def _resume(self) -> None:
         await self._folder.recover()
+        if self.cluster.is_shared:
+            await self.cluster.beat()
         batches = await self._store.unfinished_batches()
         self.lines_resumed = sum(batch.remaining for batch in batches)
         for batch in batches:
@@ -119,6 +135,9 @@ class BatchWorker:
         await _cancel(self._drives.values())
         await _cancel(others)
         self._services = []
+        if self.cluster.is_shared:
+            with suppress(StorageError):
+                await self._store.leave(self._store.server)
 
     def added(self, batch: BatchJob) -> None:
         """Start work on a batch that has become durable. Does nothing for a batch that is already running."""
@@ -199,12 +218,19 @@ class BatchWorker:
 
     async def _drive(self, batch_id: str) -> None:
         while True:
-            batch = await self._retry.run(lambda: self._store.load_batch(batch_id))
+            batch = await self._retry.run(lambda: self._store.get_batch(None, batch_id))
+            if batch is None:  # ended and deleted by another server
+                return
             self.states[batch_id] = batch.status
             if batch.status in TERMINAL:
-                await in_thread(partial(self._finisher.forget, batch))
+                is_owner = self.cluster.forget(batch_id)
+                await in_thread(partial(self._finisher.forget, batch, is_owner=is_owner))
                 return
-            with suppress(IllegalTransition):  # cancelled meanwhile: load the batch again
+            is_fed = batch.total and batch.status is BatchStatus.IN_PROGRESS and self._now() < batch.expires_at
+            if not is_fed and not await self._retry.run(lambda: self.cluster.own(batch_id)):
+                await self.cluster.wait()
+                continue
+            with suppress(IllegalTransition):  # cancelled meanwhile, or another server is the owner: load it again
                 if not batch.total:
                     await self._finisher.validate(batch)
                 elif batch.status is BatchStatus.IN_PROGRESS:
@@ -212,12 +238,24 @@ class BatchWorker:
                 elif batch.status is BatchStatus.FINALIZING:
                     await self._finisher.finish(batch, BatchStatus.COMPLETED)
                 else:
-                    await self._finisher.finish(batch, BatchStatus.CANCELLED)
+                    await self._finish(batch, BatchStatus.CANCELLED)
+
+    async def _finish(self, batch: BatchJob, status: BatchStatus) -> None:
+        """End a batch of which lines may be in the engines of other servers."""
+        if await self._retry.run(lambda: self.cluster.own(batch.id)):
+            seconds = self._limits.cancel_seconds
+            await self._retry.run(lambda: self.cluster.others_end(batch.id, seconds))
+            await self._finisher.finish(batch, status)
 
     async def _process(self, batch: BatchJob) -> None:
         """Feed lines until all lines have ended, or the batch has."""
         answers = AnswerLengths(batch.total)
-        job = Job(batch, journal_end=await self._finisher.check_results(batch, answers), answers=answers)
+        job = Job(batch, answers=answers)
+        if self.cluster.is_shared:
+            job.leases = Leases(Runs(batch.total, in_order=False))
+            await self._retry.run(lambda: self.cluster.begin(batch))
+        else:
+            job.journal_end = await self._finisher.check_results(batch, answers)
         self.jobs[batch.id] = job
         try:
             job.batch = await self._retry.run(lambda: self._store.load_batch(batch.id))
@@ -225,6 +263,8 @@ class BatchWorker:
                 job.settled.set()
             lengths = await self._retry.run(lambda: self._store.line_lengths(batch.id))
             head = await self._head(batch)
+            if self.cluster.is_shared:
+                await self._retry.run(lambda: self.cluster.learn(job.batch, answers))
             self.lanes.begin(job, LineLengths(*lengths, () if head is None else head.answers, answers))
             self.feeder.offer(job)
             if job.batch.expires_at < self._next_expiry:
@@ -235,10 +275,34 @@ class BatchWorker:
             await _cancel(job.running)
             self.feeder.forget(job)
             await self._results.close(job)
+            await self.cluster.release(batch.id)
         if not job.batch.remaining:
             await self._retry.run(lambda: self._store.move_batch(batch.id, BatchStatus.FINALIZING, self._now()))
         elif self._now() >= batch.expires_at:
-            await self._finisher.finish(job.batch, BatchStatus.EXPIRED)
+            await self._finish(job.batch, BatchStatus.EXPIRED)
+
+    async def _beaten(self, beat: Beat) -> None:
+        """Apply the state of the store at a heartbeat. Raises StorageError."""
+        self.feeder.order.elsewhere, self.forecast.elsewhere = beat.held, beat.rate
+        self.feeder.order.window_lines = self.window.max_lines
+        batches = {batch.id: batch for batch in beat.batches}
+        for batch in beat.batches:
+            self.added(batch)
+            self.cancelled(batch)
+        for job in list(self.jobs.values()):
+            batch_id = job.batch.id
+            job.batch = batches.get(batch_id, job.batch)
+            if batch_id not in batches or job.batch.status is not BatchStatus.IN_PROGRESS or not job.batch.remaining:
+                job.settled.set()
+                continue
+            if beat.is_lost and job.leases is not None:
+                job.leases.clear()
+                job.ahead.clear()
+            if batch_id not in self.cluster.mine and await self.cluster.own(batch_id):
+                await self.cluster.begin(job.batch)
+            await self.cluster.learn(job.batch, job.answers)
+            job.exhausted = job.exhausted and batch_id not in beat.free
+            self.feeder.offer(job)
 
     # Time
 
@@ -280,9 +344,11 @@ class BatchWorker:
             for batch in await self._store.unfinished_batches():
                 self.added(batch)  # a batch whose creation was in doubt has no task yet
             await self._folder.remove_expired(now, EXPIRED_FILES)
+            await self._folder.remove_copies()
 
     def _line_ended(self, line: FinishedLine) -> None:
         self.lines_ended[line.succeeded] += 1
+        self.cluster.resize()
         self.forecast.line_ended(line.ref.length, line.usage)
         self.lanes.changed()
 

@@ -49,7 +49,7 @@ def migrate(source: Place, target: Place) -> str:
                     _send(source.folder, bodies, Bucket(target.objects, disk))
                 elif not is_same:
                     _copy(source.folder, bodies, target.folder, disk)
-            counts = _copy_rows(rows, remote)
+            counts = _copy_rows(rows, remote, source.folder)
             if is_same:
                 with disk.storing():
                     rows.execute("PRAGMA journal_mode = DELETE")  # the log is in the file
@@ -101,8 +101,9 @@ def _copy(folder: Path, bodies: list[str], target: Path, disk: Disk) -> None:
             raise
 
 
-def _copy_rows(rows: RowConnection, remote: RowConnection) -> dict[str, int]:
-    """Copy all tables in one transaction, and return the number of rows of each."""
+def _copy_rows(rows: RowConnection, remote: RowConnection, folder: Path) -> dict[str, int]:
+    """Copy all tables in one transaction, and return the number of rows of each. Batches get the sizes of their
+    journals, which servers that share a store continue."""
     counts = dict.fromkeys(TABLES, 0)
     remote.execute("BEGIN")
     for table in TABLES:
@@ -115,5 +116,7 @@ def _copy_rows(rows: RowConnection, remote: RowConnection) -> dict[str, int]:
     for table in NUMBERED:
         last = f"SELECT setval(pg_get_serial_sequence('{table}', 'seq'), MAX(seq)) FROM {table}"
         remote.execute(last)
+    for path in (folder / "journals").iterdir():
+        remote.execute("UPDATE batches SET journal_bytes = ? WHERE id = ?", (path.stat().st_size, path.name))
     remote.execute("COMMIT")
     return counts

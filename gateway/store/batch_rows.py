@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from gateway.store.file_rows import UNFINISHED_STATES, find_file, owned, read_page
+from gateway.store.lease_rows import check_owner
 from gateway.store.objects import (
     TERMINAL,
     BatchJob,
@@ -25,13 +26,16 @@ from gateway.store.objects import (
     timestamp_field,
 )
 from gateway.store.rows import insert_batch, insert_file, insert_notices, read_batch_row, read_line_row, read_record_row
-from gateway.store.writer import RowConnection, Rows, transaction
+from gateway.store.writer import OBJECTS, RowConnection, Rows, exclusive, transaction
+
+MAX_ASKED = 1000
+"""Maximum number of lines in one query."""
 
 
 class BatchRows(Rows):
     """Rows of batches and their lines. A `tenant` of None means all tenants."""
 
-    @transaction
+    @exclusive(OBJECTS)
     def create_batch(
         self,
         connection: RowConnection,
@@ -90,11 +94,13 @@ class BatchRows(Rows):
         query = f"SELECT * FROM batches WHERE status IN {UNFINISHED_STATES} ORDER BY seq"
         return [read_batch_row(row) for row in connection.execute(query)]
 
-    @transaction
+    @exclusive("batch_id")
     def move_batch(
         self, connection: RowConnection, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
     ) -> BatchJob:
         """Change the state; for `failed`, also remove the lines and reset the counts. Raises IllegalTransition."""
+        if status in TERMINAL:
+            check_owner(self, connection, batch_id)
         _move(connection, batch_id, status, now)
         if status is BatchStatus.FAILED:
             connection.execute("DELETE FROM lines WHERE batch = ?", (_seq(connection, batch_id),))
@@ -104,13 +110,13 @@ class BatchRows(Rows):
             connection.execute("UPDATE batches SET errors = ? WHERE id = ?", (text, batch_id))
         return _load(connection, batch_id)
 
-    @transaction
+    @exclusive("batch_id")
     def note_error(self, connection: RowConnection, batch_id: str, error: InputError) -> None:
         """Add an error to a running batch, unless it already has one."""
         query = "UPDATE batches SET errors = ? WHERE id = ? AND errors = '[]'"
         connection.execute(query, (json.dumps([list(error)]), batch_id))
 
-    @transaction
+    @exclusive("batch_id")
     def cancel_batch(self, connection: RowConnection, tenant: str | None, batch_id: str, now: int) -> BatchJob | None:
         """Move a batch to `cancelling` if its state allows, and return it; None if it does not exist."""
         if _find(connection, batch_id, tenant) is None:
@@ -119,14 +125,16 @@ class BatchRows(Rows):
             _move(connection, batch_id, BatchStatus.CANCELLING, now)
         return _load(connection, batch_id)
 
-    @transaction
+    @exclusive("batch_id")
     def delete_batch(self, connection: RowConnection, batch_id: str) -> None:
         """Remove the row of a batch that has ended."""
         connection.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
 
-    @transaction
+    @exclusive("batch_id")
     def add_lines(self, connection: RowConnection, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
-        """Add lines of a batch under validation; `first`: remove the lines of an interrupted attempt."""
+        """Add lines of a batch under validation; `first`: remove the lines of an interrupted attempt. Raises
+        IllegalTransition for a former owner."""
+        check_owner(self, connection, batch_id)
         batch = _seq(connection, batch_id)
         if first:
             connection.execute("DELETE FROM lines WHERE batch = ?", (batch,))
@@ -135,7 +143,7 @@ class BatchRows(Rows):
             ((batch, *line) for line in lines),
         )
 
-    @transaction
+    @exclusive("batch_id", OBJECTS)
     def start_batch(
         self,
         connection: RowConnection,
@@ -146,7 +154,8 @@ class BatchRows(Rows):
         max_lines: int | None = None,
     ) -> BatchJob:
         """Move a validated batch to `in_progress`, unless it is being cancelled, and store `total` and `model`.
-        `max_lines`: see `create_batch`. Raises LineQuota."""
+        `max_lines`: see `create_batch`. Raises LineQuota, and IllegalTransition for a former owner."""
+        check_owner(self, connection, batch_id)
         batch = _load(connection, batch_id)
         if batch.status is not BatchStatus.CANCELLING:
             if max_lines is not None:
@@ -158,10 +167,8 @@ class BatchRows(Rows):
     @transaction
     def lines_at(self, connection: RowConnection, batch_id: str, ranks: Sequence[int]) -> list[LineRef]:
         """Return the lines of the given ranks that have no result, in the order of `ranks`."""
-        batch = _seq(connection, batch_id)
-        query = "SELECT * FROM lines WHERE batch = ? AND rank = ? AND succeeded IS NULL"
-        rows = (connection.execute(query, (batch, rank)).fetchone() for rank in ranks)
-        return [read_line_row(row) for row in rows if row is not None]
+        found = _pending(connection, _seq(connection, batch_id), ranks)
+        return [found[rank] for rank in ranks if rank in found]
 
     @transaction
     def count_lines(self, connection: RowConnection, batch_id: str) -> tuple[int, int, int]:
@@ -178,21 +185,22 @@ class BatchRows(Rows):
         row = connection.execute(query, (_seq(connection, batch_id),)).fetchone()
         return row["total"], row["pending"] or 0.0
 
-    @transaction
+    @exclusive("batch_id")
     def add_results(self, connection: RowConnection, batch_id: str, results: Sequence[LineResult]) -> BatchJob:
         """Record results whose rows are durable in the journal. Lines that have a result keep it, and its usage."""
         batch, counts, usage = _seq(connection, batch_id), [0, 0], Usage()
-        for result in results:
-            changed = connection.execute(
-                "UPDATE lines SET succeeded = ?, result_start = ?, result_length = ? "
-                "WHERE batch = ? AND rank = ? AND succeeded IS NULL",
-                (int(result.succeeded), result.start, result.length, batch, result.rank),
-            )
-            if changed.rowcount:
-                counts[result.succeeded] += 1
-                usage = usage.plus(result.usage)
-        if not any(counts):  # an earlier commit in doubt had succeeded
+        pending = _pending(connection, batch, [result.rank for result in results])
+        new = [result for result in results if pending.pop(result.rank, None) is not None]
+        if not new:  # an earlier commit in doubt had succeeded, or another server was first
             return _load(connection, batch_id)
+        connection.executemany(
+            "UPDATE lines SET succeeded = ?, result_start = ?, result_length = ?, output_tokens = ? "
+            "WHERE batch = ? AND rank = ?",
+            ((int(r.succeeded), r.start, r.length, r.usage.output_tokens, batch, r.rank) for r in new),
+        )
+        for result in new:
+            counts[result.succeeded] += 1
+            usage = usage.plus(result.usage)
         connection.execute(
             "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
             "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "
@@ -201,16 +209,18 @@ class BatchRows(Rows):
         )
         return _load(connection, batch_id)
 
-    @transaction
+    @exclusive("batch_id")
     def run_again(self, connection: RowConnection, batch_id: str, ranks: Sequence[int], usage: Usage) -> BatchJob:
         """Remove the results of the given lines, recount, and move the batch back to `in_progress`. `usage`: token
         usage of the remaining results. Raises IllegalTransition."""
+        check_owner(self, connection, batch_id)
         batch = _load(connection, batch_id)
         if batch.status is not BatchStatus.IN_PROGRESS:
             check_transition(batch.status, BatchStatus.IN_PROGRESS)
         seq = _seq(connection, batch_id)
         connection.executemany(
-            "UPDATE lines SET succeeded = NULL, result_start = 0, result_length = 0 WHERE batch = ? AND rank = ?",
+            "UPDATE lines SET succeeded = NULL, result_start = 0, result_length = 0, output_tokens = 0 "
+            "WHERE batch = ? AND rank = ?",
             ((seq, rank) for rank in ranks),
         )
         _, good, bad = _count(connection, seq)
@@ -229,7 +239,7 @@ class BatchRows(Rows):
         rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
         return [read_record_row(row) for row in rows]
 
-    @transaction
+    @exclusive("batch_id")
     def finish_batch(
         self,
         connection: RowConnection,
@@ -253,6 +263,7 @@ class BatchRows(Rows):
         known = _load(connection, batch_id)
         if known.status is status and (known.output_file_id, known.error_file_id) == ids:
             return known
+        check_owner(self, connection, batch_id)
         _move(connection, batch_id, status, now)
         counted = (known.completed, known.failed) if counts is None else counts
         for file in (output, errors):
@@ -267,6 +278,17 @@ class BatchRows(Rows):
             _set_usage(connection, seq, usage)
         connection.execute("DELETE FROM lines WHERE batch = ?", (seq,))
         return _load(connection, batch_id)
+
+
+def _pending(connection: RowConnection, seq: int, ranks: Sequence[int]) -> dict[int, LineRef]:
+    """Return the lines of the given ranks that have no result."""
+    found: dict[int, LineRef] = {}
+    for start in range(0, len(ranks), MAX_ASKED):
+        some = ranks[start : start + MAX_ASKED]
+        marks = ", ".join("?" * len(some))
+        query = f"SELECT * FROM lines WHERE batch = ? AND succeeded IS NULL AND rank IN ({marks})"
+        found.update((row["rank"], read_line_row(row)) for row in connection.execute(query, (seq, *some)))
+    return found
 
 
 def _check_lines(connection: RowConnection, batch: BatchJob, lines: int, max_lines: int) -> None:
@@ -311,10 +333,13 @@ def _seq(connection: RowConnection, batch_id: str) -> int:
 def _move(connection: RowConnection, batch_id: str, status: BatchStatus, now: int) -> None:
     batch = _load(connection, batch_id)
     check_transition(batch.status, status)
+    if status is BatchStatus.FINALIZING and batch.remaining:  # the owner runs lines again
+        raise IllegalTransition(f"{batch.remaining} lines have no result")
     field = timestamp_field(status)
     times = {**batch.times, **({field: now} if field else {})}
     connection.execute(
         "UPDATE batches SET status = ?, times = ? WHERE id = ?", (status.value, json.dumps(times), batch_id)
     )
     if status in TERMINAL:
+        connection.execute("DELETE FROM runs WHERE batch = (SELECT seq FROM batches WHERE id = ?)", (batch_id,))
         insert_notices(connection, batch, status, now)

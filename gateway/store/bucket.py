@@ -81,9 +81,8 @@ class Bucket:
         except FileNotFoundError:  # also if the object is deleted meanwhile
             return
 
-    def parts(self, prefix: str) -> Iterator[tuple[str, bytes]]:
-        """Yield the objects whose keys begin with `prefix`, in the order of their keys, with the rest of the key."""
-        names = self.names(prefix)
+    def parts(self, prefix: str, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+        """Yield names and contents of the objects with the keys `prefix` + name."""
         with ThreadPoolExecutor(READERS) as pool:
             for start in range(0, len(names), READERS):
                 some = names[start : start + READERS]
@@ -103,6 +102,12 @@ class Bucket:
         with self._reaching():
             pages = self._obstore.list(self._store, prefix)
             return sorted(entry["path"].removeprefix(prefix) for page in pages for entry in page)
+
+    def folders(self, prefix: str) -> list[str]:
+        """Return the sorted first parts, up to a slash, of the keys that begin with `prefix`."""
+        with self._reaching():
+            found = self._obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
+        return sorted(str(name).removeprefix(prefix).strip("/") for name in found)
 
     def delete_all(self, prefix: str) -> None:
         """Remove the objects whose keys begin with `prefix`."""

@@ -16,7 +16,7 @@ from gateway.store.objects import (
     WrongPart,
 )
 from gateway.store.rows import Row, insert_file, read_file_row
-from gateway.store.writer import RowConnection, Rows, transaction
+from gateway.store.writer import OBJECTS, RowConnection, Rows, exclusive, transaction
 
 TOMBSTONE_SECONDS = 24 * 3600
 UNFINISHED_STATES = "('validating', 'in_progress', 'finalizing', 'cancelling')"
@@ -35,7 +35,7 @@ def owned(tenant: str | None) -> str:
 class FileRows(Rows):
     """Rows of files. Expired files and files of other tenants count as missing; `tenant` None means all tenants."""
 
-    @transaction
+    @exclusive(OBJECTS)
     def add_file(self, connection: RowConnection, file: FileObject, max_bytes: int | None = None) -> None:
         """Add a file. `max_bytes`: quota for all files of the tenant. Raises StorageQuota."""
         known = connection.execute("SELECT 1 FROM files WHERE id = ?", (file.id,)).fetchone()
@@ -66,7 +66,7 @@ class FileRows(Rows):
         rows, more = read_page(connection, "files", where, values, page)
         return [read_file_row(row) for row in rows], more
 
-    @transaction
+    @exclusive(OBJECTS)
     def delete_file(self, connection: RowConnection, tenant: str | None, file_id: str, now: int) -> bool:
         """Delete a file; return False if it does not exist. Raises FileInUse for the input of an unfinished batch."""
         if find_file(connection, tenant, file_id, now) is None:
@@ -77,7 +77,7 @@ class FileRows(Rows):
             raise FileInUse
         return True
 
-    @transaction
+    @exclusive(OBJECTS)
     def expire_files(self, connection: RowConnection, now: int, limit: int) -> list[str]:
         """Mark expired files as deleted, except inputs in use, and return their ids for removal of the bodies."""
         rows = connection.execute(
@@ -135,7 +135,7 @@ class UploadRows(Rows):
             name = str(error.args[0])[:64].replace("file-", "part_")
             raise WrongPart(f"'{name}' is no part of this upload, or it is named twice.") from None
 
-    @transaction
+    @exclusive(OBJECTS)
     def complete_upload(self, connection: RowConnection, upload_id: str, file: FileObject, now: int) -> list[str]:
         """Replace the parts of a pending upload by its file, and return the ids of the parts. Raises WrongPart."""
         changed = connection.execute(
@@ -147,7 +147,7 @@ class UploadRows(Rows):
         insert_file(connection, file)
         return _delete_parts(connection, upload_id, now)
 
-    @transaction
+    @exclusive(OBJECTS)
     def cancel_upload(self, connection: RowConnection, upload_id: str, now: int) -> list[str]:
         """Cancel a pending upload, and return the ids of its parts."""
         query = "UPDATE uploads SET status = ? WHERE id = ? AND status = 'pending'"

@@ -22,7 +22,7 @@ STORES = ("s3", "gs", "az")
 _FOLDERS = ("files", "journals", "tmp")
 MOVED = f"{DATABASE}.moved"
 """Name of the database after `tidemill migrate`."""
-_OURS = {*_PRIVATE, *_FOLDERS, MOVED, *LOST_AND_FOUND, "cache", "lock", "flights"}
+_OURS = {*_PRIVATE, *_FOLDERS, MOVED, *LOST_AND_FOUND, "cache", "lock", "server", "flights"}
 MISTAKES = frozenset(
     {
         errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
@@ -114,6 +114,7 @@ class Opening:
     def __init__(self, place: Place, disk: Disk) -> None:
         self._root = place.folder
         self._database = place.database
+        self._objects = place.objects
         self._disk = disk
         self._lock = -1
         self.found = LostAndFound(place.folder, disk)
@@ -161,7 +162,7 @@ class Opening:
             raise ConfigError(
                 f"{self._root} holds the batches of a server without PostgreSQL ({DATABASE}); use another folder"
             )
-        return find_postgres().open_database(self._database)
+        return find_postgres().open_database(self._database, self._objects)
 
     def _create_database(self) -> None:
         """Create an empty database with mode 0600 unless it is there. SQLite copies the mode for its other files."""

@@ -126,15 +126,19 @@ class StateRecovery:
             explained = await explain(some)
             for name in some:
                 if not explained.get(name, False):
-                    move = self._disk.remove if name in explained else self._found.take
+                    is_copy = self._bucket is not None and folder == "files"
+                    move = self._disk.remove if name in explained or is_copy else self._found.take
                     await self._try(lambda move=move, name=name: move(self._root / folder / name))  # type: ignore[misc]
+
+    async def remove_copies(self) -> None:
+        """Remove copies of files that are not in the database. Raises StorageError."""
+        await self._tidy("files", self._store.explain_files)
 
     async def _tidy_objects(self, bucket: Bucket) -> None:
         """Remove objects of bodies that never got a row, and of journals whose batch has ended. Raises StorageError."""
         orphans = [f"files/{file_id}" for file_id in await self._store.announced_files()]
         await asyncio.to_thread(bucket.delete, orphans)
-        names = await asyncio.to_thread(bucket.names, "journals/")
-        batches = sorted({name.partition("/")[0] for name in names})
+        batches = await asyncio.to_thread(bucket.folders, "journals/")
         for start in range(0, len(batches), SWEEP):
             explained = await self._store.explain_journals(batches[start : start + SWEEP])
             for batch in (name for name, must_stay in explained.items() if not must_stay):

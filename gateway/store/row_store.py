@@ -12,35 +12,40 @@ from typing import Any
 
 from gateway.store.batch_rows import BatchRows
 from gateway.store.file_rows import UNFINISHED_STATES, FileRows, UploadRows, owned
+from gateway.store.lease_rows import LeaseRows
 from gateway.store.objects import TERMINAL, UNFINISHED, Channel, Holdings, Notice, Usage
 from gateway.store.rows import read_batch_row, repair_batch
-from gateway.store.writer import RowConnection, Rows, Writer, transaction
+from gateway.store.writer import OBJECTS, RowConnection, Rows, Writer, exclusive, transaction
+
+_ENDED = "run != ? AND run NOT IN (SELECT id FROM servers)"
 
 
 class RecoveryRows(Rows):
-    """Recovery at start: known bodies and journals, and damaged rows.
-
-    `_run` identifies this run of the server: bodies announced by this run may still be in the making."""
-
-    _run: str
+    """Recovery at start: known bodies and journals, and damaged rows. Bodies announced by this start of the server, or
+    by one that has not ended, may still be in the making."""
 
     @transaction
     def announce_files(self, connection: RowConnection, file_ids: Sequence[str]) -> None:
         """Record ids before their bodies appear, so that recovery can remove bodies that never got a row."""
+        if self.is_shared:  # the server has not ended, even before its first heartbeat
+            query = (
+                f"INSERT INTO servers (id, seen_at, rate) VALUES (?, {self._writer.clock}, 0.0) ON CONFLICT DO NOTHING"
+            )
+            connection.execute(query, (self.server,))
         query = "INSERT INTO announced (id, run) VALUES (?, ?) ON CONFLICT DO NOTHING"
-        connection.executemany(query, ((file_id, self._run) for file_id in file_ids))
+        connection.executemany(query, ((file_id, self.server) for file_id in file_ids))
 
     @transaction
     def announced_files(self, connection: RowConnection) -> list[str]:
-        """Return the ids that earlier runs announced and that have no row."""
-        query = "SELECT id FROM announced WHERE run != ? AND id NOT IN (SELECT id FROM files)"
-        return [row["id"] for row in connection.execute(query, (self._run,))]
+        """Return the ids that ended servers announced and that have no row."""
+        query = f"SELECT id FROM announced WHERE {_ENDED} AND id NOT IN (SELECT id FROM files)"
+        return [row["id"] for row in connection.execute(query, (self.server,))]
 
     @transaction
     def forget_announced(self, connection: RowConnection, file_ids: Sequence[str] | None = None) -> None:
-        """Remove the announcements of the given ids, or of all earlier runs for None."""
+        """Remove the announcements of the given ids, or of all ended servers for None."""
         if file_ids is None:
-            connection.execute("DELETE FROM announced WHERE run != ?", (self._run,))
+            connection.execute(f"DELETE FROM announced WHERE {_ENDED}", (self.server,))
         else:
             connection.executemany("DELETE FROM announced WHERE id = ?", ((file_id,) for file_id in file_ids))
 
@@ -54,7 +59,7 @@ class RecoveryRows(Rows):
             if row is not None:
                 known[name] = row["deleted_at"] is None
             elif announced is not None:
-                known[name] = announced["run"] == self._run
+                known[name] = announced["run"] == self.server
         return known
 
     @transaction
@@ -80,7 +85,7 @@ class RecoveryRows(Rows):
         rows = connection.execute("SELECT * FROM batches")
         return {row["seq"]: dict(row) for row in rows if read_batch_row(row).is_damaged}
 
-    @transaction
+    @exclusive(OBJECTS)
     def fail_damaged(self, connection: RowConnection, seqs: Sequence[int], now: int) -> None:
         """Replace damaged rows by rows of failed batches with the reason, and remove their lines."""
         for seq in seqs:
@@ -142,17 +147,25 @@ class NoticeRows(Rows):
         connection.execute(query, (due_at, notice.batch, notice.channel.value))
 
     @transaction
+    def claim_notice(self, connection: RowConnection, notice: Notice, until: int) -> bool:
+        """Postpone a due report so that no other server sends it; return False if another server has done so."""
+        query = "UPDATE notices SET due_at = ? WHERE batch = ? AND channel = ? AND due_at = ?"
+        changed = connection.execute(query, (until, notice.batch, notice.channel.value, notice.due_at))
+        return changed.rowcount > 0
+
+    @transaction
     def forget_notice(self, connection: RowConnection, notice: Notice) -> None:
         query = "DELETE FROM notices WHERE batch = ? AND channel = ?"
         connection.execute(query, (notice.batch, notice.channel.value))
 
 
-class RowStore(FileRows, UploadRows, BatchRows, TenantRows, NoticeRows, RecoveryRows):
-    """`writer`: the open database; the store closes it."""
+class RowStore(FileRows, UploadRows, BatchRows, LeaseRows, TenantRows, NoticeRows, RecoveryRows):
+    """`writer`: the open database; the store closes it. `is_shared`: other servers use the database too."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: Writer, *, is_shared: bool = False) -> None:
         self._writer = writer
-        self._run = token_hex(8)
+        self.is_shared = is_shared
+        self.server = token_hex(8)
 
     def is_in_place(self) -> bool:
         """Return whether the database file is still at its path. Checks the disk; callable from any thread."""

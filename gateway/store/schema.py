@@ -58,6 +58,7 @@ CREATE TABLE lines (
     succeeded INTEGER,
     result_start INTEGER NOT NULL DEFAULT 0,
     result_length INTEGER NOT NULL DEFAULT 0,
+    output_tokens INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (batch, rank)
 ) STRICT, WITHOUT ROWID;
 
@@ -87,7 +88,21 @@ CREATE TABLE notices (
     due_at INTEGER NOT NULL,
     PRIMARY KEY (batch, channel)
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX notices_by_time ON notices (channel, due_at)
+CREATE INDEX notices_by_time ON notices (channel, due_at);
+
+CREATE TABLE servers (
+    id TEXT NOT NULL PRIMARY KEY,
+    seen_at INTEGER NOT NULL,
+    rate REAL NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE runs (
+    batch INTEGER NOT NULL,
+    run INTEGER NOT NULL,
+    lines INTEGER NOT NULL,
+    server TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (batch, run)
+) STRICT, WITHOUT ROWID
 """
-VERSION = 7
+VERSION = 8
 """Version of the schema. A database of another version is refused."""

@@ -3,7 +3,7 @@
 import errno
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -118,6 +118,7 @@ class SqliteWriter(Writer):
     """
 
     errors = sqlite3.Error
+    clock = "CAST(strftime('%s', 'now') AS INTEGER)"
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class SqliteWriter(Writer):
         if self._opened is not None:
             self._opened.close()
 
-    def _begin(self) -> None:
+    def _begin(self, locks: Collection[str]) -> None:  # noqa: ARG002 - one server uses the database
         self._changes = self._connection.total_changes
         self._connection.execute("BEGIN")
 

@@ -7,10 +7,11 @@ import asyncio
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from inspect import signature
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 from engine.errors import ConfigError
@@ -47,7 +48,10 @@ class RowConnection(Protocol):
 
 Work = Callable[[Any], ResultT]
 """A function of the connection, which is a RowConnection."""
-Item = tuple[Work[Any], Future[Any]]
+Item = tuple[Work[Any], Future[Any], Collection[str]]
+"""Work, its result, and the names of its locks."""
+OBJECTS = "objects"
+"""Name of the lock for changes that depend on several files or batches, such as quotas."""
 
 
 class Writer(ABC):
@@ -61,6 +65,10 @@ class Writer(ABC):
     errors: ClassVar[type[Exception]]
     """Base class of the database's exceptions."""
     is_remote: ClassVar[bool] = False
+    clock: ClassVar[str]
+    """SQL expression of the database's time in Unix seconds."""
+    skip_locked: ClassVar[str] = ""
+    """SQL clause of a SELECT that locks its rows and leaves out rows with a lock."""
 
     def __init__(self, on_commit: Work[None] | None = None, health: StorageHealth | None = None) -> None:
         self._on_commit = on_commit
@@ -72,12 +80,13 @@ class Writer(ABC):
         self._thread = threading.Thread(target=self._run, name="tidemill-store", daemon=True)
         self._thread.start()
 
-    async def run(self, work: Work[ResultT]) -> ResultT:
-        """Run `work` in the thread. Raises its exceptions, or StorageError if the commit fails."""
+    async def run(self, work: Work[ResultT], locks: Collection[str] = ()) -> ResultT:
+        """Run `work` in the thread, while no other server runs work with one of `locks`. Raises its exceptions, or
+        StorageError if the commit fails."""
         if self._closed:
             raise StorageError
         future: Future[ResultT] = Future()
-        self._queue.put((work, future))
+        self._queue.put((work, future, locks))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
@@ -110,7 +119,8 @@ class Writer(ABC):
         """Close the connection, if it is open."""
 
     @abstractmethod
-    def _begin(self) -> None: ...
+    def _begin(self, locks: Collection[str]) -> None:
+        """Begin a transaction with these locks."""
 
     @abstractmethod
     def _has_changed(self) -> bool:
@@ -131,8 +141,8 @@ class Writer(ABC):
         """Return whether a commit that raised an error has happened. Called before `_roll_back`."""
         return False
 
-    def _is_repeatable(self) -> bool:
-        """Return whether to repeat a transaction whose connection was lost. Called after `_roll_back`."""
+    def _is_repeatable(self, error: Exception) -> bool:  # noqa: ARG002
+        """Return whether to repeat a failed transaction. Called after `_roll_back`."""
         return False
 
     def _run(self) -> None:
@@ -153,7 +163,7 @@ class Writer(ABC):
             self._open()
         except (StorageError, ConfigError, OSError) as error:
             self._health.failed("database", error)
-            for _, future in group:
+            for _, future, _ in group:
                 failure = StorageError(is_away=self.is_remote)
                 failure.__cause__ = error.__cause__ or error
                 future.set_exception(failure)
@@ -164,8 +174,8 @@ class Writer(ABC):
         outcomes: list[tuple[Future[Any], Any, Exception | None]] = []
         has_changed, committing = False, False
         try:
-            self._begin()
-            for work, future in group:
+            self._begin({name for _, _, locks in group for name in locks})
+            for work, future, _ in group:
                 outcomes.append((future, *self._attempt(work)))
             has_changed = self._has_changed()
             committing = True
@@ -205,7 +215,7 @@ class Writer(ABC):
         function fails, unless it is repeatable, and so does a group whose commit is in doubt: its functions may have
         happened, and later errors would deny that."""
         self._roll_back()
-        if self._is_repeatable() or (len(group) > 1 and not self._is_in_doubt):
+        if self._is_repeatable(error) or (len(group) > 1 and not self._is_in_doubt):
             with self._one_by_one(error):
                 for item in group:
                     if self._is_open([item]):
@@ -218,14 +228,16 @@ class Writer(ABC):
             failure = error
         if failure is not None:
             self._health.failed("database", failure)
-        for _, future in group:
+        for _, future, _ in group:
             future.set_exception(failure or error)
 
 
 class Rows:
-    """Base of the parts of `RowStore`."""
+    """Base of the parts of `RowStore`. `is_shared`: several servers use the store; `server`: id of this start."""
 
     _writer: Writer
+    server: str
+    is_shared = False
 
 
 def transaction(
@@ -238,3 +250,28 @@ def transaction(
         return await rows._writer.run(lambda connection: work(rows, connection, *args, **kwargs))
 
     return run
+
+
+def exclusive(
+    *locks: str,
+) -> Callable[
+    [Callable[Concatenate[RowsT, RowConnection, Arguments], ResultT]],
+    Callable[Concatenate[RowsT, Arguments], Coroutine[Any, Any, ResultT]],
+]:
+    """Make a method a transaction, as `transaction`, which no other server runs at the same time with the same locks.
+    `locks`: OBJECTS, or names of parameters, whose values are locked."""
+
+    def decorate(
+        work: Callable[Concatenate[RowsT, RowConnection, Arguments], ResultT],
+    ) -> Callable[Concatenate[RowsT, Arguments], Coroutine[Any, Any, ResultT]]:
+        places = {name: place - 2 for place, name in enumerate(signature(work).parameters) if name in locks}
+
+        @wraps(work)
+        async def run(rows: RowsT, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> ResultT:
+            names = [str(args[place]) if place < len(args) else str(kwargs[name]) for name, place in places.items()]
+            names += [OBJECTS] if OBJECTS in locks else []
+            return await rows._writer.run(lambda connection: work(rows, connection, *args, **kwargs), names)
+
+        return run
+
+    return decorate
