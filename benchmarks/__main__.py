@@ -17,6 +17,7 @@ BENCHES = {
     "turns": "benchmarks.turns",
     "overload": "benchmarks.overload",
     "chaos": "benchmarks.chaos.main",
+    "cluster": "benchmarks.cluster",
     "accuracy": "benchmarks.accuracy",
     "control-plane": "benchmarks.control_plane",
     "offload": "benchmarks.offload",
