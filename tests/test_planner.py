@@ -17,7 +17,7 @@ from gateway.config import ServerConfig
 from loadgen import InputError, simulate, traces, workloads
 from loadgen.plan import Job
 from loadgen.simulation import report
-from loadgen.simulation.device import Simulated, named_device, profiled_device, read_profile, shape_of
+from loadgen.simulation.device import SHARED_CORES, Simulated, named_device, profiled_device, read_profile, shape_of
 from loadgen.simulation.planner import Answer, Question, answer, measured, parts
 from loadgen.simulation.run import Ran
 from loadgen.traces import Trace
@@ -249,6 +249,10 @@ def test_a_measured_machine_has_what_it_was_measured_with(profile: Path, tmp_pat
     assert made.config.unit_bytes == 3000 and made.config.host_units == 2**30 // 3000
     assert made.config.scratch_blocks == 50 and made.config.rho == 1e-6
     assert made.config.max_model_len == 1600 and any("1600 tokens" in note for note in made.notes)
+    on_cpu = replace(model, key=replace(model.key, device="AMD EPYC, 2 threads"))
+    on_cpu.save(tmp_path / "cpu.json")
+    noted = [SHARED_CORES in profiled_device(tmp_path / name, config).notes for name in ("full.json", "cpu.json")]
+    assert noted == [model.key.is_cpu, True]
     for lacking in (EngineConfig(swap_space=1.0), EngineConfig(overload="hidden")):
         with pytest.raises(simulate.ConfigError, match="was measured without it"):
             profiled_device(profile, lacking)

@@ -27,6 +27,11 @@ from predictor.profile import CacheCosts, Profile, ProfileError, ProfileKey
 MAX_NOISE = 0.3
 PROFILE_BLOCKS, PROFILE_CONTEXT = 4096, 2048
 """KV blocks and context of a measured machine without flags, because its profile contains neither."""
+SHARED_CORES = (
+    "HTTP and clients on the cores of the model are not simulated: with all cores for the model, a server was measured "
+    "at 0.72 to 0.78 of the simulated offline tokens/s (benchmarks sim-vs-live); --host-ms adds such time to each step"
+)
+"""Note on a machine whose profile was measured on a CPU."""
 HIDDEN_SHARE = 2
 """KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
 
@@ -174,6 +179,8 @@ def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0,
         blocks = room.num_units // UNITS_PER_BLOCK
         assumed = f"{blocks} blocks of cache and a context of {room.max_model_len} tokens: see the server's first lines"
         notes = (*notes, f"a profile says nothing of memory; taken are {assumed}")
+    if profile.key.is_cpu and not host_seconds:
+        notes = (*notes, SHARED_CORES)
     return measured_device(profile, room, host_seconds, notes)
 
 
