@@ -171,7 +171,10 @@ def _apt(source: lengths.Lengths) -> Builder:
 
 
 def _llmd(options: Options) -> Workload:
-    """Build 90 s at 15 requests/s and 90 s at 1 request/s, 512 in and 128 out, beside three jobs of 1,000 lines."""
+    """Build 90 s at 15 requests/s and 90 s at 1 request/s, 512 in and 128 out, beside three jobs of 1,000 lines.
+
+    The lines have 512 prompt tokens and a log-normal number of output tokens with mean 500 and standard deviation 400.
+    """
     curve = RateCurve(np.array([90.0, 90.0]), np.array([15.0, 1.0]))
     if options.rate is not None:
         curve = curve.scaled(options.rate)
@@ -179,7 +182,11 @@ def _llmd(options: Options) -> Workload:
     if asked.duration is None and asked.count is None:
         asked = replace(asked, duration=180.0)
     lines = 1000 if options.offline_lines is None else options.offline_lines
-    jobs = (Job(fixed(lines, 512, 128)),) * 3 if lines else ()
+    variance = np.log(1.0 + (400 / 500) ** 2)
+    random = stream(options.seed, "offline")
+    made = [random.lognormal(np.log(500) - variance / 2, np.sqrt(variance), lines) for _ in range(3 if lines else 0)]
+    outputs = [np.maximum(1, np.rint(drawn)).astype(np.int64) for drawn in made]
+    jobs = tuple(Job(replace(fixed(lines, 512, 1), output_tokens=drawn)) for drawn in outputs)
     return replace(timed(asked, fixed(1, 512, 128), 8.0), jobs=jobs)
 
 
