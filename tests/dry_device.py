@@ -53,7 +53,7 @@ class DryDevice(TorchDispatchMode):
         self.capturing = self.sealed = False
         self.compiled: list[str] = []
         self.variants: list[tuple[Any, ...]] = []  # of `compiled`: the kernel, and what its `_do_compile` is asked for
-        self.registered: list[int] = []  # addresses
+        self.registered: dict[int, int] = {}  # sizes by address
         self._pinned: list[Tensor] = []  # kept, so that nothing else gets their addresses
 
     def block(self, what: str) -> None:
@@ -110,8 +110,10 @@ class DryDevice(TorchDispatchMode):
         return tensor
 
     def _is_pinned(self, tensor: Tensor) -> bool:
-        address = tensor.untyped_storage().data_ptr()
-        return address in self.registered or any(each.untyped_storage().data_ptr() == address for each in self._pinned)
+        first, last, address = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, tensor.untyped_storage().data_ptr()
+        if any(begin <= first and last <= begin + size for begin, size in [*self.registered.items()]):
+            return True  # as a whole: a copy may not cross what was registered apart
+        return any(each.untyped_storage().data_ptr() == address for each in self._pinned)
 
     def _transfer(self, host: Tensor, name: str, non_blocking: bool) -> None:
         if self.capturing or not (non_blocking and self._is_pinned(host)):
@@ -235,11 +237,11 @@ def _stubs(dry: DryDevice) -> dict[str, Any]:
         finally:
             dry.capturing = False
 
-    def register(address: int, _size: int, _flags: int) -> int:
-        dry.registered.append(address)
+    def register(address: int, size: int, _flags: int) -> int:
+        dry.registered[address] = size
         return 0
 
-    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=dry.registered.remove)
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=dry.registered.pop)
     return {
         "cudart": lambda: cudart, "Event": Event, "Stream": Stream, "CUDAGraph": CUDAGraph, "graph": graph,
         "graph_pool_handle": lambda: None, "stream": lambda _stream: nullcontext(),

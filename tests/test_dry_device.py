@@ -18,6 +18,7 @@ from tiny_models import FAMILY_CASES, model_folder
 from engine.api import SamplingParams
 from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
+from engine.execution import host_memory
 from engine.execution.cuda import shapes
 from engine.execution.cuda.adapters import LARGEST_RANK
 from engine.execution.cuda.buffers import HeadSizes
@@ -89,6 +90,7 @@ def make_runner(
     tokens: int = 32,
     shard: Shard | None = None,
     adapted: bool = False,
+    host_units: int = 8,
 ) -> Runner[CudaDevice]:
     """`shard`: of this rank. `adapted`: under LoRA adapters."""
     limits = Limits(4, tokens, 64, num_units=60, block_size=BLOCK)
@@ -98,11 +100,12 @@ def make_runner(
     part = spec if shard is None else shard.spec_of(spec)
     runner = Runner(
         CudaDevice(
-            part, weights, triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch, host_units=8,
+            part, weights, triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch, host_units=host_units,
             adapted=adapted,
         )
     )  # fmt: skip
     runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
+    runner.device.pool.host._ahead.join()  # type: ignore[union-attr]
     return runner
 
 
@@ -182,6 +185,23 @@ def test_no_step_waits_for_the_device_or_the_compiler(name: str) -> None:
                 continue
             copies = counts[-1]["uploads"], counts[-1]["fetches"], counts[-1]["pins"]
             assert copies == (1, 1 + ("logprobs" in KINDS[kind]), 0), "one copy each way, and one for log-probabilities"
+
+
+def test_swaps_lock_the_host_memory_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of blocks over several pieces of host memory, most of which no copy has needed before."""
+    monkeypatch.setattr(host_memory, "LOCKED_BYTES", 1)
+    with dry_device() as dry:
+        runner = make_runner(load_spec(model_folder("llama-gqa2")), host_units=400)
+        host = runner.device.pool.host
+        assert 0 < len(dry.registered) <= 2 * host_memory.AHEAD < len(host._missing)
+        first = 7 * host.per_piece - 3
+        blocks = [(kv(2 * place), kv(first + 2 * place, Tier.HOST)) for place in range(20)]
+        operations = [CacheOperation(CacheAction.SWAP_OUT, *pair) for pair in blocks]
+        operations += [CacheOperation(CacheAction.SWAP_IN, *pair[::-1]) for pair in blocks]
+        dry.strict = True
+        runner.launch(SchedulerOutput(0, (), operations=tuple(operations)))
+        pieces = {unit // host.per_piece for unit in range(first, first + 40)}
+        assert len(pieces) > 1 and not pieces & host._missing
 
 
 def shard_of(dry: DryDevice, rank: int) -> Shard:

@@ -11,9 +11,9 @@ from tiny_models import llama_config
 
 from engine.api import EngineRequest, FinishReason
 from engine.cache.blocks import CacheAction
-from engine.errors import ConfigError
-from engine.execution import pool
+from engine.execution import host_memory
 from engine.execution.cpu.device import TorchDevice
+from engine.execution.host_memory import HostUnits
 from engine.execution.runner import Runner
 from engine.limits import SchedulerConfig
 from engine.models.decoder import Decoder
@@ -80,30 +80,51 @@ def test_a_copy_that_fails_half_way_costs_its_step_alone(
     assert (stats.host_units_used - stats.host_units_cached, stats.units_owned) == (0, 0)
 
 
-def test_host_memory_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
-    for name in ("ones", "zeros"):
-        monkeypatch.setattr(torch, name, fail)
-    with pytest.raises(ConfigError, match=r"cannot page-lock 0\.50 GiB of host memory; reduce --swap-space"):
-        pool._host_zeros(2**27, torch.float32, torch.device("cuda"))
-
-
-def test_host_memory_is_locked_as_asked_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+def pieces_of(monkeypatch: pytest.MonkeyPatch, refused: int = 99) -> tuple[HostUnits, list[tuple[int, ...]]]:
+    """Host memory for a GPU: 22 units of 2 KiB in six pieces, and calls that lock (3) and unlock (1) pieces, of which
+    the driver refuses the last from number `refused` on."""
     calls: list[tuple[int, ...]] = []
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda *call: calls.append(call) or 0, cudaHostUnregister=lambda *call: calls.append(call)
-    )
+
+    def register(*call: int) -> int:
+        calls.append(call)
+        return int(len(calls) > refused)
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda *call: calls.append(call))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    memory = pool._host_zeros(5000, torch.bfloat16, torch.device("cuda"))
-    part = memory.view(2, 2500)[1]
-    address = memory.data_ptr()
+    monkeypatch.setattr(host_memory, "LOCKED_BYTES", 5000)
+    memory = HostUnits(22, 1024, torch.bfloat16, torch.device("cuda"))
+    assert memory.per_piece == 4, "whole pages"
+    memory._ahead.join()  # type: ignore[union-attr]
+    return memory, calls
+
+
+def test_host_memory_is_locked_in_pieces_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, calls = pieces_of(monkeypatch)
+    begin = memory.units.data_ptr()
+    assert begin % 4096 == 0 and calls == [(begin + piece * 8192, 8192, 0) for piece in range(4)], "not all of it"
+    memory.lock(np.array([3, 21]))
+    assert calls[4:] == [(begin + 5 * 8192, 4096, 0)], "what a copy needs, at once"
+    memory.units[21] = 1.0
+    memory.lock(np.array([17, 21]))
+    assert len(calls) == 6 and memory.units[21].all() and not memory.units[:21].any()
+    part = memory.units[21]
     del memory
-    assert calls == [(address, 10_000, 0)] and address % 4096 == 0 and not part.any()
+    assert len(calls) == 6, "a part is in use"
     del part
-    assert calls[1:] == [(address,)]
+    assert sorted(calls[6:]) == [(address,) for address, *_ in sorted(calls[:6])]
+
+
+def test_host_memory_that_cannot_be_locked_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: None)
+    memory, calls = pieces_of(monkeypatch, refused=3)
+    memory.units.fill_(1.0)
+    memory.lock(np.arange(22))
+    assert len(calls) == 4 and memory.units.all(), "not tried again, and what is there stays"
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot page-lock 0.00 of 0.00 GiB of host memory: swaps there are slow; reduce --swap-space"
+    ]
 
 
 def test_nan_in_a_history_that_comes_back_is_computed_again() -> None:

@@ -158,7 +158,7 @@ def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
     if config.swap_space is None:
         return backend.swap_bytes() // plan.ranks
     wanted, free = int(config.swap_space * 2**30), memory.available_memory()
-    if backend.locks_pages and not plan.beside and wanted > free:  # locked pages are allocated at once
+    if backend.locks_pages and not plan.beside and wanted > free:  # locked pages stay in memory
         raise ConfigError(f"--swap-space {config.swap_space:g}: {gib(free)} of host memory are free")
     return wanted // plan.ranks
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.execution.host_memory import advise, host_zeros
+from engine.execution.host_memory import HostUnits, advise, host_zeros
 from engine.execution.rows import SLICES_PER_SCRATCH_BLOCK
 from engine.limits import Limits
 from engine.models.byte_cells import ByteSlices, slice_elements
@@ -87,7 +87,7 @@ class UnitPool:
         slices: [num_slices, block_size * kv_heads * head_dim].
         cells: [num_slices * block_size, kv_heads * head_dim], a view of the same memory; not for 8 bits.
         units: [num_units + 1, elements of a unit], a view of the same memory.
-        host_units: [host units, elements of a unit]; pinned for a GPU, committed on first touch on a CPU.
+        host_units: [host units, elements of a unit]; see HostUnits.
         layers: Layers whose slices a unit has.
         dtype: Type in which K and V are computed; also the stored type unless there is an 8-bit `cell_type`.
     """
@@ -139,7 +139,8 @@ class UnitPool:
         if not cell_type:
             self.cells: Tensor = self.slices.view(num_slices * block_size, num_kv_heads * head_dim)
         self.units: Tensor = storage[: (num_units + 1) * unit_size].view(num_units + 1, unit_size)
-        self.host_units = _host_zeros(host_units * unit_size, stored, device).view(host_units, unit_size)
+        self.host = HostUnits(host_units, unit_size, stored, device)
+        self.host_units = self.host.units
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
 
     @property
@@ -277,12 +278,3 @@ def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tenso
     if device.type != "cpu":
         return torch.zeros(num_elements, dtype=dtype, device=device)
     return host_zeros(num_elements * dtype.itemsize, device).view(dtype)
-
-
-def _host_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    num_bytes = num_elements * dtype.itemsize
-    try:
-        return host_zeros(num_bytes, device).view(dtype)
-    except RuntimeError as error:
-        wanted = num_bytes / 2**30
-        raise ConfigError(f"cannot page-lock {wanted:.2f} GiB of host memory; reduce --swap-space") from error

@@ -90,7 +90,7 @@ class Swapper:
             staged = np.stack((part[:, 0], np.arange(len(part))), axis=1)
             self._kernels.unit_copy(self._pool.units, half.units, self._send(staged))
             self._out.wait(self._lane.mark())
-            for first, last, unit in _runs(part[:, 1]):
+            for first, last, unit in self._runs(part[:, 1]):
                 self._out.copy(half.units[first:last], self._pool.host_units[unit : unit + last - first])
             half.free = self._out.mark()
             self._written.put(part[:, 1], half.free)
@@ -100,12 +100,21 @@ class Swapper:
         for half, part in _parts(pairs, self._inwards, host=0):
             self._back.wait(half.free)
             self._written.awaited_in(self._back, part[:, 0])
-            for first, last, unit in _runs(part[:, 0]):
+            for first, last, unit in self._runs(part[:, 0]):
                 self._back.copy(self._pool.host_units[unit : unit + last - first], half.units[first:last])
             self._lane.wait(self._back.mark())
             staged = np.stack((np.arange(len(part)), part[:, 1]), axis=1)
             self._kernels.unit_copy(half.units, self._pool.units, self._send(staged))
             half.free = self._lane.mark()
+
+    def _runs(self, units: IntArray) -> Iterator[tuple[int, int, int]]:
+        """Yield (first, last, unit) for runs in ascending host units [n]: places [first, last) hold `unit`, `unit + 1`,
+        ... Their memory is page-locked; a run ends where a piece of it does."""
+        self._pool.host.lock(units)
+        cuts = np.flatnonzero((np.diff(units) != 1) | (units[1:] % self._pool.host.per_piece == 0)) + 1
+        firsts = [0, *cuts.tolist()]
+        lasts = [*firsts[1:], len(units)]
+        yield from zip(firsts, lasts, units[firsts].tolist(), strict=True)
 
     def _send(self, pairs: IntArray) -> Tensor:
         return send(pairs.astype(np.int32), self._pool.device)
@@ -119,11 +128,3 @@ def _parts(pairs: IntArray, halves: deque[_Half], host: int) -> Iterator[tuple[_
     for first in range(0, len(pairs), per_half):
         halves.rotate(1)
         yield halves[0], pairs[first : first + per_half]
-
-
-def _runs(units: IntArray) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, last, unit) for runs in ascending units [n]: places [first, last) hold `unit`, `unit + 1`, ..."""
-    cuts = np.flatnonzero(np.diff(units) != 1) + 1
-    firsts = [0, *cuts.tolist()]
-    lasts = [*firsts[1:], len(units)]
-    yield from zip(firsts, lasts, units[firsts].tolist(), strict=True)

@@ -1,0 +1,247 @@
+"""Linear layers of a GPU on the 4 or 8 bits of a checkpoint.
+
+Operators of torch multiply them as they are stored: tiles of 4 bits for few rows, blocks of 8-bit floats if the card
+can. Other calls unpack the weight, which costs memory traffic but no memory for a second copy. `check` compares the
+operators with unpacked weights on the device that will serve; layers of an operator that fails unpack in every call.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from functools import cache
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.models.float8 import BY_TORCH, FLOAT8, Rounding, make_float8
+from engine.models.linear import AnyWeight, Linear, PlainLinear, make_linear
+from engine.models.quantized import BlockWeight, PackedWeight, as_bytes, group_of, pack_values, pack_weight, scaled
+
+FEW_ROWS = 32
+"""Rows up to which tiles are multiplied as they are; they are read once for each 8 or 16 rows."""
+_OUTPUTS, _DEPTH = 8, 16  # of a tile: outputs, and inputs per inner tile
+_BLOCK = 128  # outputs and inputs of a block that a product takes
+_TOLERANCE = 3e-2  # of a product, relative to the root mean square of the results
+
+
+class TiledWeight(NamedTuple):
+    """A weight in the tiles of `_weight_int4pack_mm`.
+
+    Attributes:
+        tiles: [n / 8, k / (16 · inner), 32, inner / 2] int32.
+        places: Position in its tile [8 · 16 · inner] of each value, by output and input.
+        both: [groups, n, 2] bfloat16: scales, and what is added after them, (8 - zero point) * scale.
+    """
+
+    tiles: Tensor
+    places: Tensor
+    both: Tensor
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.both.shape[1], len(self.places) // _OUTPUTS * self.tiles.shape[1]
+
+    def values(self) -> Tensor:
+        """Return the values [n, k] uint8."""
+        down, along, size = *self.tiles.shape[:2], len(self.places)
+        pairs = self.tiles.view(torch.uint8).view(down * along, -1)
+        values = torch.stack((pairs & 15, pairs >> 4), -1).view(down * along, size).index_select(1, self.places)
+        return values.view(down, along, _OUTPUTS, -1).transpose(1, 2).reshape(self.shape)
+
+    def unpacked(self) -> Tensor:
+        scales, added = self.both.float().permute(2, 1, 0)
+        zeros = (8 - added / scales).nan_to_num(0.0).round()  # exact: rounding has moved them by less than 1 / 32
+        return scaled(self.values(), zeros, scales, self.dtype)
+
+    def data(self) -> Tensor:
+        return as_bytes(self.tiles)
+
+    def on(self, data: Tensor) -> Self:
+        return self._replace(tiles=data.view(torch.int32).view(self.tiles.shape))
+
+
+class Tiles:
+    """Operators of 4 bits; tests replace them.
+
+    Args:
+        pack: (values [n, k / 2] uint8, the first of two inputs in the upper bits, inner) -> tiles.
+        multiply: (x [T, k], tiles, group, scales and zeros [groups, n, 2]) -> [T, n].
+    """
+
+    def __init__(
+        self,
+        pack: Callable[..., Tensor] = torch.ops.aten._convert_weight_to_int4pack,
+        multiply: Callable[..., Tensor] = torch.ops.aten._weight_int4pack_mm,
+    ) -> None:
+        self._pack, self._multiply = pack, multiply
+        self._places = cache(self._find_places)
+
+    def weight_of(self, weight: PackedWeight) -> TiledWeight | None:
+        """Return the weight in tiles; None if tiles do not divide it, or it is not of bfloat16."""
+        n, k = len(weight.values), 2 * weight.values.shape[1]
+        inner = next((each for each in (8, 4, 2) if k % (each * _DEPTH) == 0), 0)
+        if weight.dtype != torch.bfloat16 or n % _OUTPUTS or not inner:
+            return None
+        scales, swapped = weight.scales.to(weight.dtype), weight.values >> 4 | weight.values << 4
+        added = (8 - weight.zeros.float()) * scales.float()
+        both = torch.stack((scales, added.to(weight.dtype)), -1).transpose(0, 1).contiguous()
+        tiles = self._pack(swapped, inner)
+        return TiledWeight(tiles, self._places(inner, weight.values.device), both)
+
+    def product(self, weight: TiledWeight, x: Tensor) -> Tensor:
+        return self._multiply(x, weight.tiles, weight.shape[1] // len(weight.both), weight.both)
+
+    def _find_places(self, inner: int, device: torch.device) -> Tensor:
+        """Return `TiledWeight.places`, by packing a tile whose values are the digits of their own places."""
+        size = _OUTPUTS * _DEPTH * inner
+        numbers = torch.arange(size, device=device).view(_OUTPUTS, -1)
+        found = torch.zeros(size, dtype=torch.int64, device=device)
+        for digit in range(3):
+            values = (numbers >> 4 * digit & 15).to(torch.uint8)
+            pairs = self._pack(values[:, ::2] << 4 | values[:, 1::2], inner).view(torch.uint8).flatten()
+            found |= torch.stack((pairs & 15, pairs >> 4), -1).flatten().long() << 4 * digit
+        return found.argsort()
+
+
+class Blocks:
+    """Products of 8-bit floats with a scale per block of 128 x 128; inputs are rounded in groups of 128."""
+
+    def __init__(self, rounding: Rounding = BY_TORCH, multiply: Callable[..., Tensor] | None = None) -> None:
+        self._rounding, self._multiply = rounding, multiply or _scaled_product
+
+    def takes(self, weight: BlockWeight) -> bool:
+        return weight.block == (_BLOCK, _BLOCK) and weight.dtype == torch.bfloat16
+
+    def product(self, weight: BlockWeight, x: Tensor) -> Tensor:
+        values, scales = self._rounding.by_row(x.reshape(-1, _BLOCK))
+        by_group = scales.view(len(x), -1).t().contiguous().t()  # tokens lie side by side
+        return self._multiply(values.view(x.shape), by_group, weight.values, weight.scales)
+
+
+def _scaled_product(rows: Tensor, by_group: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    """rows [T, k], by_group [T, k / 128], values [n, k], scales [n / 128, padded] -> [T, n] bfloat16."""
+    kinds = functional.ScalingType
+    return functional.scaled_mm(
+        rows, values.t(), by_group, kinds.BlockWise1x128, scales.t(), kinds.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+class _Weight(Protocol):
+    """A weight in few bits, as in PackedWeight."""
+
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def unpacked(self) -> Tensor: ...
+
+    def data(self) -> Tensor: ...
+
+    def on(self, data: Tensor) -> Any: ...
+
+
+class CompactLinear:
+    """A `Linear` on a weight in few bits. `product` multiplies up to `most_rows` rows; else the weight is unpacked."""
+
+    def __init__(
+        self,
+        weight: _Weight,
+        bias: Tensor | None,
+        product: Callable[[Any, Tensor], Tensor] | None = None,
+        most_rows: float = torch.inf,
+    ) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias, self._product, self._most_rows = weight, bias, product, most_rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        if self._product is None or len(rows) > self._most_rows:
+            return functional.linear(x, self._weight.unpacked(), self._bias)
+        y = self._product(self._weight, rows.contiguous())
+        return (y if self._bias is None else y + self._bias).view(*x.shape[:-1], self.out_features)
+
+    def outputs_from(self, first: int) -> PlainLinear:
+        weight, bias = self.dense_from(first)
+        return PlainLinear(weight.clone(), bias)
+
+    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
+        return self._weight.unpacked()[first:], None if self._bias is None else self._bias[first:]
+
+    def data(self) -> Tensor:
+        return self._weight.data()
+
+    def on(self, data: Tensor) -> Self:
+        moved = copy(self)
+        moved._weight = self._weight.on(data)
+        return moved
+
+
+def make_compact(
+    weight: AnyWeight,
+    bias: Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
+    blocks: Blocks | None = None,
+    rounding: Rounding = BY_TORCH,
+    group: int = 0,
+    head: bool = False,
+    gated: bool = False,
+) -> Linear:
+    """Make a layer on the bits of a checkpoint (a MakeLinear); other weights stay as they are.
+
+    `tiles` and `blocks` are operators that have passed `check`. `group`: weights are random, and are rounded to 4 bits
+    in such groups.
+    """
+    del gated
+    if group and not head and isinstance(weight, Tensor) and (size := group_of(weight.shape[1], group)):
+        weight = pack_weight(weight, size)
+    if isinstance(weight, BlockWeight):
+        product = blocks.product if blocks is not None and blocks.takes(weight) else None
+        return CompactLinear(weight, bias, product)
+    if isinstance(weight, PackedWeight):
+        tiled = None if tiles is None else tiles.weight_of(weight)
+        if tiles is None or tiled is None:
+            return CompactLinear(weight, bias)
+        return CompactLinear(tiled, bias, tiles.product, FEW_ROWS)
+    return make_linear(weight, bias) if isinstance(weight, Tensor) else make_float8(weight, bias, rounding=rounding)
+
+
+def check(device: torch.device, *, tiles: Tiles | None = None, blocks: Blocks | None = None) -> str:
+    """Return how the products on this device differ from those of unpacked weights, one line; empty if they agree."""
+    numbers = torch.Generator().manual_seed(0)
+    dense, x = (torch.randn(size, 512, generator=numbers).bfloat16() for size in (256, FEW_ROWS))
+    x = x.to(device)
+    try:
+        if tiles is not None:
+            packed = PackedWeight(*(each.to(device) for each in pack_weight(dense, 64)[:3]), torch.bfloat16)
+            weight = tiles.weight_of(packed)
+            assert weight is not None, "tiles divide this weight"
+            if not torch.equal(pack_values(weight.values()), packed.values):
+                return "values are lost in tiles of 4 bits"
+            error = _error(tiles.product(weight, x), x, packed.unpacked())
+        else:
+            assert blocks is not None, "nothing to compare"
+            block = block_weight(dense)._replace(dtype=torch.bfloat16)
+            block = block._replace(values=block.values.to(device), scales=block.scales.to(device))
+            error = _error(blocks.product(block, x), x, block.unpacked())
+    except Exception as raised:  # of torch, its libraries, or the driver
+        return f"raised {type(raised).__name__}: {str(raised).strip().partition(chr(10))[0][:200]}"
+    return "" if error <= _TOLERANCE else f"differs from unpacked weights by {error:.2g}"
+
+
+def block_weight(weight: Tensor) -> BlockWeight:
+    """Round a weight [n, k], both multiples of 128, to 8-bit floats in blocks of 128 x 128."""
+    n, k = weight.shape
+    parts = weight.float().view(n // _BLOCK, _BLOCK, k // _BLOCK, _BLOCK)
+    scales = parts.abs().amax((1, 3)).clamp_min(1e-12) / torch.finfo(FLOAT8).max
+    values = (parts / scales[:, None, :, None]).to(FLOAT8).view(n, k)
+    return BlockWeight.of(values, scales, (_BLOCK, _BLOCK), weight.dtype)
+
+
+def _error(found: Tensor, x: Tensor, dense: Tensor) -> float:
+    expected = x.float() @ dense.float().t()
+    return float(((found.float() - expected).square().mean() / expected.square().mean()).sqrt().nan_to_num(torch.inf))
