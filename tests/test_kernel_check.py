@@ -29,14 +29,14 @@ def faulty(name: str, change: Callable[..., Any]) -> Kernels:
     return kernels  # type: ignore[no-any-return]
 
 
-def check(kernels: Kernels, family: str = "qwen3", limits: Limits = LIMITS) -> KernelFaults:
+def check(kernels: Kernels, family: str = "qwen3", limits: Limits = LIMITS, **options: Any) -> KernelFaults:
     spec = load_spec(folder := model_folder(family))
     if family == "opt":  # learned positions
         limits = replace(limits, max_model_len=spec.max_context)
     weights = load_weights(spec, folder)
 
     def make(small: ModelSpec, few: Limits, given: Kernels, graphs: bool) -> CudaDevice:
-        device = CudaDevice(small, weights, given, few, graphs=graphs, host_units=2)
+        device = CudaDevice(small, weights, given, few, graphs=graphs, host_units=2, **options)
         device.warm_up()
         return device
 
@@ -47,6 +47,20 @@ def test_right_kernels_have_no_fault() -> None:
     for family in ("qwen3", "neox", "opt"):
         assert check(twins, family) == KernelFaults()
     assert check(twins, limits=Limits(1, 16, 64, 0, 16)) == KernelFaults()
+
+
+ALL: dict[str, Any] = {"family": "llama-mha-tied", "scratch_blocks": 2, "adapted": True}
+
+
+def test_right_kernels_of_adapters_and_hidden_state_have_no_fault() -> None:
+    assert check(twins, **ALL) == check(twins, limits=Limits(1, 16, 64, 0, 16), **ALL) == KernelFaults()
+
+
+@pytest.mark.parametrize("name", ["hidden_gather", "hidden_write", "lora_add", "unit_copy"])
+def test_kernels_that_do_nothing_are_named(name: str) -> None:
+    """Of an engine with adapters, a host tier and hidden state; padding alone would not show it."""
+    faults = check(faulty(name, lambda *_args, **_options: None), **ALL)
+    assert faults.kernels[name].startswith("differs")
 
 
 def raises(*_: Any, **__: Any) -> None:

@@ -19,7 +19,8 @@ from engine.triton_kernels import Kernels, configs
 NUM_SLOTS = 63  # plus slot 0 for no adapter, so that parts of the table start at multiples of 16 bytes
 LARGEST_RANK = 192
 """Maximum rank of a site, for example rank 64 for each of q, k and v."""
-_PLACES = ("qkv", "out", "up", "down")
+SLOTS = ("qkv", "out", "up", "down")
+"""Adapted matrices of a layer, in the order of `matrices`."""
 
 
 class SlottedAdapters(Adapters):
@@ -28,7 +29,7 @@ class SlottedAdapters(Adapters):
     def __init__(self, spec: ModelSpec, max_rows: int, device: torch.device, *, taken: bool) -> None:
         super().__init__()
         self.taken = taken
-        sites = [Site(layer, name) for layer in range(spec.num_layers) for name in _PLACES]
+        sites = [Site(layer, name) for layer in range(spec.num_layers) for name in SLOTS]
         self._places = {site: place for place, site in enumerate(sites)}
         self._slots: dict[int, int] = {}
         self._free = list(range(NUM_SLOTS, 0, -1)) if taken else []

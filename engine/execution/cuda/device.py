@@ -115,6 +115,11 @@ class CudaDevice:
             self.adapters.put(number, deltas)
 
     @property
+    def adapted(self) -> bool:
+        """Whether LoRA adapters may be added."""
+        return self._slotted.taken
+
+    @property
     def num_graphs(self) -> int:
         """Number of captured step shapes; `num_shapes` if all succeeded."""
         return self._graphs.count

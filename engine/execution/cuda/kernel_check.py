@@ -1,7 +1,8 @@
 """Check of kernels against their torch twins, and of graphs against eager steps, on the card that will serve.
 
 Small devices run the first layers of the model over a cache of random values: decodes behind contexts that are split,
-then decodes beside a chunk with a long past. A kernel that raises or differs is replaced by its twin.
+then decodes beside a chunk with a long past, with copies to the host and back, a LoRA adapter, and hidden state where
+the engine uses them. A kernel that raises or differs is replaced by its twin.
 """
 
 import hashlib
@@ -24,12 +25,15 @@ from engine import __version__
 from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.errors import ConfigError
+from engine.execution.cuda.adapters import SLOTS
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.masks import StepMasks
 from engine.limits import UNITS_PER_BLOCK, Limits
 from engine.models.attention import PoolView
 from engine.models.byte_cells import ByteSlices, is_bytes
+from engine.models.lora import Delta, Site
 from engine.models.spec import ModelSpec
+from engine.models.weights import matrices
 from engine.scheduling.output import NewRequest, SchedulerOutput
 from engine.triton_kernels import Kernels, configs, twins
 
@@ -49,6 +53,9 @@ _WRITES = {
 _ROWS, _CHUNK = 9, 40
 _PASTS, _LONG_PAST = range(300, 600, 37), 1100
 """Contexts of decodes, in turn, which have several splits; past of the chunk, which has more than MIN_PREFILL_SPLIT."""
+_DECODES = 3
+"""Steps in which each of these contexts has a decode."""
+_RANK = 24
 _PARAMS = (
     SamplingParams(1, temperature=0.0),
     SamplingParams(1, temperature=1.0, seed=1),
@@ -251,29 +258,61 @@ def _few(limits: Limits) -> Limits:
     """Return the limits of a device for `probe`."""
     rows = min(_ROWS, limits.max_num_seqs)
     longest = min(_LONG_PAST + _CHUNK, limits.max_model_len)
-    blocks = rows + sum(-(-min(each + 2, longest) // limits.block_size) for each in (*_PASTS[: rows - 1], longest))
+    blocks = rows + sum(
+        -(-min(each + _DECODES, longest) // limits.block_size) for each in (*_PASTS[: rows - 1], longest)
+    )
     tokens = max(rows, min(rows + _CHUNK, limits.max_num_batched_tokens))
     return Limits(rows, tokens, longest, blocks * UNITS_PER_BLOCK, limits.block_size)
 
 
 def probe(device: CudaDevice, spec: ModelSpec, limits: Limits) -> list[Tensor]:
-    """Run the steps on an unused device over random tokens and a random cache. Return the logits of each step."""
+    """Run the steps on an unused device over random tokens and a random cache. Return the logits of each step.
+
+    The last steps have a LoRA adapter, and hidden state in the cache, if the device takes them.
+    """
     last, longest = limits.max_num_seqs - 1, limits.max_model_len
     chunk = min(_CHUNK, limits.max_num_batched_tokens - last, longest // 2)
     past = min(_LONG_PAST, longest - chunk)
-    pasts = [min(each, longest - 2) for each in _PASTS[:last]]
-    requests = _requests([*(each + 2 for each in pasts), past + chunk], spec.vocab_size, limits)
+    pasts = [min(each, longest - _DECODES) for each in _PASTS[:last]]
+    requests = _requests([*(each + _DECODES for each in pasts), past + chunk], spec.vocab_size, limits)
     bits = np.full((1, -(-spec.vocab_size // 32)), 0x5555_5555, dtype=np.int32)  # every second token
     masks = StepMasks(np.zeros(1, dtype=np.int64), bits, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     with torch.inference_mode(), device.lane.use():
         _fill(device)
+        if len(device.pool.host_units):
+            device.swap_out(np.array([[1, 0], [2, 1]]))
+            device.swap_in(np.array([[1, 0], [0, 3]]))
         device.rows.apply(SchedulerOutput(0, (), requests))
         decodes = [(row, each, 1, 1) for row, each in enumerate(pasts)] or [(0, past, 1, 1)]
-        first = device.forward(np.array(decodes))[0].clone()
+        steps = [device.forward(np.array(decodes))[0].clone()]
         beside = [(row, each + 1, 1, 1) for row, each in enumerate(pasts)]
-        second = device.forward(np.array([*beside, (last, past, chunk, 1)]), lambda: masks)[0].clone()
+        steps.append(device.forward(np.array([*beside, (last, past, chunk, 1)]), lambda: masks)[0].clone())
+        if device.adapted:
+            device.adapt(1, _deltas(device, spec))
+            device.rows.adapters[: limits.max_num_seqs : 2] = 1
+            again = [(row, each + 2, 1, 1) for row, each in enumerate(pasts)] or decodes
+            steps.append(device.forward(np.array(again))[0].clone())
+        if device.pool.scratch_blocks:
+            device.restore(np.array([[0, 2, 3]]), np.zeros(1, dtype=np.int64))
+            entry = CacheEntry(CacheKind.HIDDEN, Tier.DEVICE, (0,))
+            tokens = requests[0].token_ids[: limits.block_size]
+            device.rows.apply(SchedulerOutput(0, (), (requests[0]._replace(token_ids=tokens, entries=(entry,)),)))
+            steps.append(device.forward(np.array([(0, len(tokens) - 1, 1, 1)]))[0].clone())
         device.lane.mark().synchronize()
-    return [first, second]
+    return steps
+
+
+def _deltas(device: CudaDevice, spec: ModelSpec) -> dict[Site, Delta]:
+    """Return an adapter that changes every matrix by about as much as its own size."""
+    numbers, like, deltas = torch.Generator(device.pool.device).manual_seed(1), device.pool, {}
+    for index, layer in enumerate(device.decoder.weights.layers):
+        if index >= spec.num_layers:
+            break
+        for slot, matrix in zip(SLOTS, matrices(layer), strict=True):
+            shapes = (_RANK, matrix.in_features), (matrix.out_features, _RANK)
+            a, b = (torch.randn(each, generator=numbers, device=like.device) / each[1] ** 0.5 for each in shapes)
+            deltas[Site(index, slot)] = Delta(a.to(like.dtype), b.to(like.dtype))
+    return deltas
 
 
 def _requests(lengths: Sequence[int], vocab: int, limits: Limits) -> tuple[NewRequest, ...]:
