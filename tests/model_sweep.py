@@ -45,8 +45,8 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
 
 ## Details
 
-- **CPU**: native kernels compute linear layers, attention and known decoder layers; other layers (mixtures of
-  experts, latent attention, recurrent layers) run as modules. The log states how many layers are known.
+- **CPU**: native kernels compute linear layers, the experts of mixtures, attention and known decoder layers; other
+  layers (with experts, latent attention, recurrent layers) run as modules. The log states how many layers are known.
 - **GPU**: attention uses the Triton kernels if heads have 16 to 256 elements in multiples of 16 bytes, without CUDA
   graphs.
 - **Cache**: `--kv-cache-dtype int8` is refused. If keys and values have different widths (DeepSeek-V2/V3), cells

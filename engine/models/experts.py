@@ -42,7 +42,7 @@ def replace_experts(model: nn.Module, make: MakeLinear) -> None:
             for name in experts.stored:
                 delattr(module, name)  # the layers have copies
             module.forward = partial(experts, module)  # type: ignore[method-assign]
-            module.replaced = True  # type: ignore[assignment]
+            module.replaced = True
 
 
 class _Experts:
@@ -89,10 +89,10 @@ class _Experts:
 
 def group_of(layers: Sequence[Linear]) -> Group:
     """Return a function that applies layers of one shape to groups of rows; native layers share their buffers."""
-    make = getattr(layers[0], "group", None)
+    make = getattr(layers[0], "grouped", None)
     return partial(_one_by_one, layers) if make is None else make(layers)
 
 
 def _one_by_one(layers: Sequence[Linear], x: Tensor, counts: Sequence[int]) -> Tensor:
-    parts = zip(layers, x.split(list(counts)), strict=True)
+    parts = zip(layers, torch.split(x, list(counts)), strict=True)
     return torch.cat([layer(part) for layer, part in parts if len(part)])

@@ -53,7 +53,8 @@ def read_layer(module: nn.Module, linear: type[nn.Module], given: Given, attendi
     if given.unknown:
         raise UnknownError(f"it takes the argument {given.unknown}")
     linears = sum(isinstance(each, linear) for each in module.modules())
-    if linears > _MOST_LINEARS or any(each.dim() > _MATRIX for each in module.parameters()):
+    experts = any(hasattr(each, "replaced") for each in module.modules())
+    if experts or linears > _MOST_LINEARS or any(each.dim() > _MATRIX for each in module.parameters()):
         raise UnknownError("it has too many parts")  # experts, whose copy would be large
     layer = _copy_of(module, linear)
     form = _Matcher(layer, given, _run(layer, given, attending, 1.0)).read()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.errors import ModelLoadError, first_line
 from engine.models.attention import Manner
 from engine.models.checkpoint import Checkpoint, is_finite
+from engine.models.experts import replace_experts
 from engine.models.families import family_named
 from engine.models.known_layers import Given, LayerForm, RunLayer, UnknownError, layer_of, observe
 from engine.models.known_layers import take_over as take_over_layer
@@ -235,6 +236,8 @@ def load_model(
     model = model.eval().requires_grad_(False).to(device)
     with torch.inference_mode():
         _replace_linear(model, make)
+        if model.device.type == "cpu":  # on a GPU a grouped product runs all experts without waiting for the device
+            replace_experts(model, make)
     return TransformersModel(shape, model)
 
 

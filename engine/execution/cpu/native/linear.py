@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Library, Op, Team, activation_dtype
 from engine.models.linear import AnyWeight
-from engine.models.quantized import GROUP, PackedWeight, RoundedWeight, group_of, pack_weight, round_weight
+from engine.models.quantized import GROUP, BlockWeight, PackedWeight, RoundedWeight, group_of, pack_weight, round_weight
 
 PAD = 32
 """Inputs, and rows of a buffer, are padded to a multiple of this."""
@@ -53,7 +53,7 @@ class Native:
             return NativeInt4(self, weight, bias, gated)
         if isinstance(weight, RoundedWeight):
             return self.int8_linear(weight, bias, gated=gated, head=head)
-        return NativeLinear(self, weight, bias, gated)
+        return NativeLinear(self, weight.unpacked() if isinstance(weight, BlockWeight) else weight, bias, gated)
 
     def int4_linear(
         self,
@@ -134,13 +134,17 @@ class NativeLinear:
         level = self.native.level_for(self.dtype)
         kind = activation_dtype(level)
         rows = x.reshape(-1, self.in_features)
-        padded = torch.zeros(rows_for(len(rows)), stride_of(self.in_features), dtype=kind)
-        padded[: len(rows), : self.in_features] = rows
+        padded = _padded(rows, rows_for(len(rows)), kind)
         result = torch.empty(len(rows), stride_of(self.out_features), dtype=kind)
         op = self.op()
         op.input, op.out = padded.data_ptr(), result.data_ptr()
         self.native.library.linear(level, self.dtype, op, len(rows), self.native.team)
         return result[:, : self.out_features].to(self.dtype).view(*x.shape[:-1], self.out_features)
+
+    @staticmethod
+    def grouped(layers: "Sequence[NativeLinear]") -> "NativeGroup":
+        """Return layers of one shape as a `Group` (`engine.models.experts`)."""
+        return NativeGroup(layers)
 
     def outputs_from(self, first: int) -> "NativeLinear":
         return NativeLinear(self.native, *self.dense_from(first))
@@ -159,6 +163,37 @@ class NativeLinear:
         moved = copy.copy(self)
         moved.panels = data
         return moved
+
+
+class NativeGroup:
+    """Layers of one shape, applied to consecutive rows; see `engine.models.experts.Group`."""
+
+    def __init__(self, layers: Sequence[NativeLinear]) -> None:
+        self._layers, self._one = layers, layers[0]
+        self._ops = [layer.op() for layer in layers]
+
+    def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        one = self._one
+        level = one.native.level_for(one.dtype)
+        kind = activation_dtype(level)
+        padded = _padded(x, rows_for(len(x)) + PAD, kind)
+        result = torch.empty(len(x), stride_of(one.out_features), dtype=kind)
+        source, target = padded.data_ptr(), result.data_ptr()
+        for op, count in zip(self._ops, counts, strict=True):
+            if count:
+                op.input, op.out = source, target
+                one.native.library.linear(level, one.dtype, op, count, one.native.team)
+                source += count * padded.stride(0) * padded.itemsize
+                target += count * result.stride(0) * result.itemsize
+        return result[:, : one.out_features].to(one.dtype)
+
+
+def _padded(x: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return `count` rows with x [T, k] in the first ones; others are undefined, but their sums are not stored."""
+    make = torch.zeros if x.shape[1] % PAD else torch.empty
+    padded = make(count, stride_of(x.shape[1]), dtype=dtype)
+    padded[: len(x), : x.shape[1]] = x
+    return padded
 
 
 def _one_behind_the_other(parts: list[Tensor], library: Library) -> Tensor:
