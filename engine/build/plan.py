@@ -13,7 +13,7 @@ from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.backend import Backend
 from engine.execution.offload import plan_offload
-from engine.execution.plan import FLOAT8, INT4, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
+from engine.execution.plan import BLOCKS, COMPACT, FLOAT8, INT4, NIBBLES, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
 from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, Limits
 from engine.machine.folders import expand, user_folder
 from engine.models.hub import OWN, TRANSFORMERS, Choice, cached_folder, choose, is_hub_id, resolve_model_folder
@@ -67,7 +67,7 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
     refusal = backend.refusal(spec, dtype) if by_kernels else None
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
     quantization, unrounded = _quantization(config, choice, backend), None
-    if quantization == STORED_FLOATS:
+    if quantization in (STORED_FLOATS, *COMPACT):
         dtype = "bfloat16"
     if quantization == FLOAT8:
         if why := backend.float8_refusal():
@@ -144,7 +144,7 @@ def _floats_refusal(config: EngineConfig, packing: Packing, backend: Backend) ->
     An empty string means that no note is needed.
     """
     if not packing.floats:
-        return "products have a scale for an output, not for a block" if packing.block[0] > 1 else ""
+        return "products of blocks of 128 x 128 need compute capability 9.0" if packing.blocks else ""
     if config.dtype not in ("auto", "bfloat16"):
         return f"products are of bfloat16, not of {config.dtype}"
     return backend.float8_refusal()
@@ -197,6 +197,10 @@ def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str
         return "none"
     if packing.floats and _floats_refusal(config, packing, backend) is None:
         return STORED_FLOATS
+    if config.dtype in ("auto", "bfloat16") and (packing.nibbles or packing.blocks):
+        unpacked = memory.weight_bytes(choice.shape, torch_dtype("bfloat16"), "none")
+        if backend.keeps_bits(packing, unpacked, config.gpu_memory_utilization):
+            return NIBBLES if packing.nibbles else BLOCKS
     if not backend.multiplies_integers or config.hidden_cache:
         return "none"
     return INT4 if packing.nibbles else STORED_INTEGERS if packing.integers else "none"
@@ -212,6 +216,8 @@ def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
         note += ", as they are stored" if packing.floats else ", unpacked at load and rounded again"
     if plan.quantization == STORED_FLOATS:
         note += f", {'with the scales of inputs that are stored' if packing.static else 'a scale for each token'}"
+    if plan.quantization in COMPACT:
+        note += ", as they are stored"
     if plan.quantization == INT4:
         note += ", in 4 bits as they are stored" if plan.stored else ", unpacked at load and rounded again"
     if plan.quantization == "none":

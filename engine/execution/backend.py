@@ -13,6 +13,7 @@ from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
 from engine.limits import NO_PADDING, Limits, Padding
 from engine.models.linear import MakeLinear
+from engine.models.packing import Packing
 from engine.models.spec import ModelShape
 from engine.models.streaming import Transport
 from engine.models.transformers_model import TransformersModel
@@ -30,7 +31,7 @@ class Backend(Protocol):
             thread (`engine.build.join.build_engine`).
         multiplies_integers: Layers can compute on 8-bit integers, also those of a checkpoint.
         tests_kernels: The self-test runs a native model by the kernels that will serve, else by torch on the CPU.
-        locks_pages: The host tier is page-locked and allocated at once.
+        locks_pages: The host tier in use is page-locked: the system cannot move it to disk.
     """
 
     name: str
@@ -89,6 +90,14 @@ class Backend(Protocol):
 
     def float8_refusal(self) -> str | None:
         """Return why layers cannot compute on 8-bit floats here; None if they can."""
+
+    def keeps_bits(self, packing: Packing, unpacked_bytes: int, memory_utilization: float) -> bool:
+        """Return whether layers of a GPU use the 4 bits, or the blocks of 8-bit floats, of a checkpoint.
+
+        `unpacked_bytes`: memory of the unpacked weights.
+        """
+        del packing, unpacked_bytes, memory_utilization
+        return False
 
     def room(self, memory_utilization: float, *, beside: bool = False) -> int:
         """Return the device memory for weights and cache, which allows more requests and tokens per step by default;

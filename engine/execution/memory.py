@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from engine.errors import ConfigError
 from engine.execution.offload import int4_bytes
-from engine.execution.plan import INT4, STORED
+from engine.execution.plan import BLOCKS, INT4, NIBBLES, STORED
 from engine.limits import CHECKPOINT_TOKENS, UNITS_PER_BLOCK, Limits
 from engine.machine.facts import available_memory as available_memory
 from engine.models.attention import HeadProjection
@@ -71,8 +71,13 @@ def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str, ranks:
 
 def _output_bytes(k: int, quantization: str, packing: Packing | None) -> int:
     """Return the bytes of one output of a rounded layer with k inputs."""
+    if quantization == BLOCKS and packing is not None:
+        rows, columns = packing.block
+        return k + -(-4 * -(-k // columns) // rows)
     stored = packing.block[1] if packing is not None and packing.nibbles else GROUPS[-1]
-    group = group_of(k, stored) if quantization == INT4 else None
+    group = group_of(k, stored) if quantization in (INT4, NIBBLES) else None
+    if quantization == NIBBLES and group is not None:
+        return k // 2 + 4 * (k // group)  # see `TiledWeight`
     return k + 8 if group is None else int4_bytes(k, group)
 
 

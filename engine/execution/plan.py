@@ -14,8 +14,10 @@ from engine.models.quantized import GROUP, GROUPS
 from engine.models.spec import ModelShape, ModelSpec
 
 FLOAT8, INT4 = "fp8", "int4"
-STORED_INTEGERS, STORED_FLOATS = STORED = ("w8a8", "stored fp8")
-"""Values of `LaunchPlan.quantization` for layers that compute with the 8-bit integers or floats of the checkpoint."""
+STORED_INTEGERS, STORED_FLOATS, *COMPACT = STORED = ("w8a8", "stored fp8", "fp8 blocks", "stored int4")
+"""Values of `LaunchPlan.quantization` for layers that compute with the bits of the checkpoint, its head left as it is.
+Those in COMPACT (`engine.models.compact`) are of a GPU."""
+BLOCKS, NIBBLES = COMPACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ class LaunchPlan:
         packing = self.spec.packing
         if packing is None or self.quantization == "none":
             return False
+        if self.quantization in COMPACT:
+            return True
         if self.quantization == INT4 or packing.nibbles:
             return self.quantization == INT4 and packing.nibbles
         return packing.floats if self.quantization in (FLOAT8, STORED_FLOATS) else packing.integers

@@ -24,7 +24,7 @@ from engine.execution.runner import Device
 from engine.limits import UNITS_PER_BLOCK, Limits
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import MakeLinear, make_linear
-from engine.models.quantized import PackedWeight, RoundedWeight
+from engine.models.quantized import StoredWeight
 from engine.models.spec import ModelSpec
 from engine.models.transformers_model import TransformersModel, own_reference
 from engine.models.weights import ModelWeights, TensorSource, build_weights, torch_dtype
@@ -106,7 +106,7 @@ class PickedLayers:
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._tensors.fetch(self._renamed(name), shape)
 
-    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | PackedWeight | None:
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> StoredWeight | None:
         return self._tensors.fetch_bytes(self._renamed(name), shape)
 
     def _renamed(self, name: str) -> str:

@@ -19,11 +19,11 @@ from engine.errors import ModelLoadError
 from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
-from engine.models.quantized import PackedWeight, RoundedWeight
+from engine.models.quantized import BlockWeight, PackedWeight, RoundedWeight, StoredWeight
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec
 from engine.models.stored_tensors import damage_of, weight_files
-from engine.models.unpacking import CACHE_SCALES, bytes_of, dense, is_packed, names_of, nibbles_of, weight_of
+from engine.models.unpacking import CACHE_SCALES, blocks_of, bytes_of, dense, is_packed, names_of, nibbles_of, weight_of
 from engine.models.weights import (
     DummyTensors,
     Gather,
@@ -136,7 +136,7 @@ class Checkpoint:
         stored: bool = False,
     ) -> None:
         self._packing = packing
-        self._bytes = stored and packing is not None and (packing.integers or packing.floats or packing.nibbles)
+        self._bytes = stored and packing is not None and packing.computes
         self._vocabulary = vocabulary
         self._folder = folder
         self._dtype = dtype
@@ -175,7 +175,7 @@ class Checkpoint:
         rows = self._rows(name, tuple(file.get_slice(name).get_shape()), shape)
         return self._converted(name, self._floats(name, rows))
 
-    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | PackedWeight | None:
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> StoredWeight | None:
         """See TensorSource."""
         if not self._bytes or not self._stored(name):
             return None
@@ -186,6 +186,13 @@ class Checkpoint:
             self._rows(name, (len(parts[0]), 2 * parts[0].shape[1]), shape)
             values, scales, zeros = (part.to(self._device) for part in parts)
             return PackedWeight(values, scales, zeros, self._dtype)
+        if self._packing is not None and self._packing.blocks:
+            found = self._unpack(name, blocks_of)
+            if found is None:
+                return None
+            self._rows(name, tuple(found[0].shape), shape)
+            values, scales = (part.to(self._device) for part in found)
+            return BlockWeight.of(values, scales, self._packing.block, self._dtype)
         values, scales, inputs = self._unpack(name, bytes_of)
         self._rows(name, tuple(values.shape), shape)
         inputs = None if inputs is None else inputs.to(self._device)

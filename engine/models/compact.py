@@ -132,8 +132,6 @@ def _scaled_product(rows: Tensor, by_group: Tensor, values: Tensor, scales: Tens
 class _Weight(Protocol):
     """A weight in few bits, as in PackedWeight."""
 
-    dtype: torch.dtype
-
     @property
     def shape(self) -> tuple[int, int]: ...
 
@@ -217,7 +215,7 @@ def check(device: torch.device, *, tiles: Tiles | None = None, blocks: Blocks | 
     x = x.to(device)
     try:
         if tiles is not None:
-            packed = PackedWeight(*(each.to(device) for each in pack_weight(dense, 64)[:3]), torch.bfloat16)
+            packed = pack_weight(dense.to(device), 64)
             weight = tiles.weight_of(packed)
             assert weight is not None, "tiles divide this weight"
             if not torch.equal(pack_values(weight.values()), packed.values):
@@ -225,8 +223,7 @@ def check(device: torch.device, *, tiles: Tiles | None = None, blocks: Blocks | 
             error = _error(tiles.product(weight, x), x, packed.unpacked())
         else:
             assert blocks is not None, "nothing to compare"
-            block = block_weight(dense)._replace(dtype=torch.bfloat16)
-            block = block._replace(values=block.values.to(device), scales=block.scales.to(device))
+            block = block_weight(dense.to(device))
             error = _error(blocks.product(block, x), x, block.unpacked())
     except Exception as raised:  # of torch, its libraries, or the driver
         return f"raised {type(raised).__name__}: {str(raised).strip().partition(chr(10))[0][:200]}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.models.linear import AnyWeight, Linear, PlainLinear
-from engine.models.quantized import PackedWeight, RoundedWeight, ScaledLinear
+from engine.models.quantized import RoundedWeight, ScaledLinear
 
 FLOAT8 = torch.float8_e4m3fn
 OLDEST_ARCH = (8, 9)
@@ -111,7 +111,7 @@ def make_float8(
         assert weight.values.dtype == FLOAT8, "integers of a checkpoint must be unpacked before rounding"
         layer = Float8Linear(weight.values, weight.scales[:, None].contiguous(), bias, rounding, weight.inputs)
         return PlainLinear(*layer.dense_from(0)) if _is_odd(weight.values) else layer
-    assert not isinstance(weight, PackedWeight), "4-bit weights must be unpacked before rounding"
+    assert isinstance(weight, Tensor), "weights of 4 bits, or in blocks, must be unpacked before rounding"
     if keeps_floats or _is_odd(weight):
         return PlainLinear(weight, bias)
     return Float8Linear.of(weight, bias, rounding)

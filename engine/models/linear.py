@@ -8,16 +8,18 @@ from torch.nn import functional
 
 from engine.models.quantized import (
     GROUP,
+    BlockWeight,
     Int4Linear,
     PackedWeight,
     RoundedWeight,
+    StoredWeight,
     as_bytes,
     group_of,
     make_quantized,
     pack_weight,
 )
 
-AnyWeight = Tensor | RoundedWeight | PackedWeight
+AnyWeight = Tensor | StoredWeight
 
 
 class Linear(Protocol):
@@ -98,6 +100,8 @@ def make_linear(weight: AnyWeight, bias: Tensor | None = None, **_gated: bool) -
     """Make a torch layer for `weight [out, in]`, which it refers to, and `bias [out]` (a MakeLinear)."""
     if isinstance(weight, PackedWeight):
         return Int4Linear(weight, bias)
+    if isinstance(weight, BlockWeight):
+        return PlainLinear(weight.unpacked(), bias)
     return make_quantized(weight, bias) if isinstance(weight, RoundedWeight) else PlainLinear(weight, bias)
 
 

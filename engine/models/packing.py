@@ -30,6 +30,7 @@ class Packing:
         integers: Made for products of 8-bit integers, with one scale per output.
         in_float: Values and scales are multiplied in float32 for every type of scales.
         floats: Made for products of 8-bit floats (e4m3), with one scale per output.
+        blocks: Made for products of 8-bit floats (e4m3), with one scale per block of outputs and inputs.
         static: Inputs have one stored scale instead of a scale per token.
         shuffled: Groups are not of consecutive inputs (act-order).
     """
@@ -43,6 +44,7 @@ class Packing:
     integers: bool = False
     in_float: bool = False
     floats: bool = False
+    blocks: bool = False
     static: bool = False
     shuffled: bool = False
 
@@ -51,6 +53,11 @@ class Packing:
         """Whether layers can compute with the stored 4 bits."""
         groups = self.block[0] == 1 and self.block[1] % MX_GROUP == 0
         return self.bits == 4 and self.layout != EXPERTS and groups and not self.shuffled
+
+    @property
+    def computes(self) -> bool:
+        """Whether some layers can compute with the stored bits."""
+        return self.integers or self.floats or self.nibbles or self.blocks
 
     def check(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
         """Raise ModelLoadError if layers of these widths cannot be divided into groups or words."""
@@ -111,7 +118,7 @@ def _fp8(given: Mapping[str, Any]) -> Packing:
         static = given.get("activation_scheme") == "static"
         return Packing("FP8", SCALED, 8, (0, 0), in_float=True, floats=True, static=static)
     pair = _pair("fp8", block)
-    return Packing(f"FP8 in blocks of {pair[0]}x{pair[1]}", SCALED, 8, pair, in_float=True)
+    return Packing(f"FP8 in blocks of {pair[0]}x{pair[1]}", SCALED, 8, pair, in_float=True, blocks=True)
 
 
 def _mxfp4(_given: Mapping[str, Any]) -> Packing:
@@ -153,6 +160,7 @@ def _compressed(given: Mapping[str, Any]) -> Packing:
     name = f"compressed-tensors {'W8A8 ' if integers else ''}{values}{grouped}"
     return Packing(
         name, layout, bits, block, zero_points=not symmetric, integers=integers, floats=floats, static=static,
+        blocks=layout == SCALED and kind == "float" and min(block) > 1,
         shuffled=scheme.get("actorder") in ("group", True),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _HIGHEST = 127.0
 _SMALLEST = 1e-30  # rows with a smaller maximum become zero
@@ -66,11 +67,85 @@ class PackedWeight(NamedTuple):
         """Return the outputs from `first` on."""
         return self._replace(values=self.values[first:], scales=self.scales[first:], zeros=self.zeros[first:])
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.values), 2 * self.values.shape[1]
+
     def dense(self) -> Tensor:
         """Return the weight [n, k] float32."""
-        n, groups = self.scales.shape
-        values = torch.stack((self.values & 15, self.values >> 4), -1).view(n, groups, -1)
-        return ((values.float() - self.zeros[..., None].float()) * self.scales[..., None].float()).view(n, -1)
+        return self._unpacked(torch.float32)
+
+    def unpacked(self) -> Tensor:
+        """Return the weight [n, k] of its type."""
+        return self._unpacked(self.dtype)
+
+    def _unpacked(self, dtype: torch.dtype) -> Tensor:
+        values = torch.stack((self.values & 15, self.values >> 4), -1)
+        return scaled(values.view(self.shape), self.zeros, self.scales, dtype)
+
+    def data(self) -> Tensor:
+        return as_bytes(self.values)
+
+    def on(self, data: Tensor) -> "PackedWeight":
+        return self._replace(values=data.view(self.values.shape))
+
+
+def scaled(values: Tensor, zeros: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (values - zeros) * scales of this type [n, k]; values [n, k], the others [n, groups]."""
+    n, groups = scales.shape
+    wide = values.view(n, groups, -1).to(dtype)
+    return wide.sub_(zeros[..., None].to(dtype)).mul_(scales[..., None].to(dtype)).view(n, -1)
+
+
+class BlockWeight(NamedTuple):
+    """A weight in 8-bit floats with a scale per block; blocks divide it.
+
+    Attributes:
+        values: [n, k] e4m3.
+        scales: [n / rows, padded] float32, one per block; padded to a multiple of 4, as products need them.
+        block: Rows and columns of a block.
+        dtype: Type of a layer's inputs and outputs.
+    """
+
+    values: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, values: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> "BlockWeight":
+        """Return the weight with scales [n / rows, k / columns]."""
+        return cls(values, functional.pad(scales, (0, -scales.shape[1] % 4)), block, dtype)
+
+    @classmethod
+    def stacked(cls, parts: Sequence["BlockWeight"]) -> "BlockWeight":
+        """Stack weights along their outputs."""
+        values, scales = torch.cat([each.values for each in parts]), torch.cat([each.scales for each in parts])
+        return parts[0]._replace(values=values, scales=scales)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.values.shape
+        return n, k
+
+    def dense(self) -> Tensor:
+        """Return the weight [n, k] float32."""
+        (n, k), (rows, columns) = self.shape, self.block
+        scales = self.scales[:, None, : k // columns, None]
+        return self.values.float().view(n // rows, rows, -1, columns).mul_(scales).view(n, k)
+
+    def unpacked(self) -> Tensor:
+        """Return the weight [n, k] of its type."""
+        return self.dense().to(self.dtype)
+
+    def data(self) -> Tensor:
+        return as_bytes(self.values)
+
+    def on(self, data: Tensor) -> "BlockWeight":
+        return self._replace(values=data.view(self.values.dtype).view(self.values.shape))
+
+
+StoredWeight = RoundedWeight | PackedWeight | BlockWeight
 
 
 def group_of(inputs: int, stored: int = 0) -> int | None:
@@ -108,11 +183,11 @@ def as_bytes(weight: Tensor) -> Tensor:
     return weight.contiguous().view(torch.uint8).flatten()
 
 
-def round_weight(weight: Tensor | RoundedWeight | PackedWeight) -> RoundedWeight:
+def round_weight(weight: Tensor | StoredWeight) -> RoundedWeight:
     """Round a weight to integers of 8 bits unless it is rounded so already."""
     if isinstance(weight, RoundedWeight):
         return weight
-    dense = weight.dense() if isinstance(weight, PackedWeight) else weight
+    dense = weight if isinstance(weight, Tensor) else weight.dense()
     return RoundedWeight(*quantize_weight(dense), weight.dtype)
 
 
@@ -180,9 +255,7 @@ class QuantizedLinear(ScaledLinear):
         return (sums.float() * self._scales * scales[:, None]).view(*x.shape[:-1], self.out_features)
 
 
-def make_quantized(
-    weight: Tensor | RoundedWeight | PackedWeight, bias: Tensor | None = None, **_gated: bool
-) -> QuantizedLinear:
+def make_quantized(weight: Tensor | StoredWeight, bias: Tensor | None = None, **_gated: bool) -> QuantizedLinear:
     """Round a weight [n, k], which is not kept (a MakeLinear)."""
     values, scales, dtype, _ = round_weight(weight)
     return QuantizedLinear(values, scales, bias, dtype)

@@ -28,7 +28,8 @@ _ASIDE = ("weight_shape", "input_zero_point", *_INPUTS)
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale", "prob_output_scale")
 """Scales of a quantized cache, which are ignored."""
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # positions in a word of the values of eight outputs
-_BYTES = (torch.int8, torch.float8_e4m3fn)
+_FLOAT8 = torch.float8_e4m3fn
+_BYTES = (torch.int8, _FLOAT8)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the first eight of the 4-bit values; the others are their negatives
 _NO_SCALE = 255  # NaN
 
@@ -103,7 +104,7 @@ def bytes_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Ten
     scales = _scales(packing, parts, shape).float().reshape(-1).expand(shape[0]).contiguous()
     if not bool(scales.isfinite().all()):
         raise ModelLoadError("some scales are not finite")
-    values = _typed(parts[_BODY[SCALED]], torch.float8_e4m3fn if packing.floats else torch.int8, "values")
+    values = _typed(parts[_BODY[SCALED]], _FLOAT8 if packing.floats else torch.int8, "values")
     given = next((parts[name] for name in _INPUTS if name in parts), None) if packing.static else None
     if given is None:  # a scale per token is then more precise
         return values, scales, None
@@ -133,6 +134,18 @@ def nibbles_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, T
     repeats = shape[1] // group // scales.shape[1]
     each, points = (part.repeat_interleave(repeats, 1).contiguous() for part in (scales, zeros.to(torch.uint8)))
     return pack_values(values), each, points
+
+
+def blocks_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Return the values [out, in] e4m3 and scales float32 of a `BlockWeight`; None if blocks do not divide it.
+
+    Only for `packing.blocks`. Raises ModelLoadError like `dense`.
+    """
+    shape = shape_of(packing, parts)
+    scales, values = _scales(packing, parts, shape).float(), _typed(parts[_BODY[SCALED]], _FLOAT8, "values")
+    if not bool(scales.isfinite().all()):
+        raise ModelLoadError("some scales are not finite")
+    return None if any(size % step for size, step in zip(shape, packing.block, strict=True)) else (values, scales)
 
 
 def _experts(blocks: Tensor, scales: Tensor) -> Tensor:

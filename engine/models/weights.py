@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.errors import ModelLoadError
 from engine.models.families import TensorNames, family_named
 from engine.models.linear import AbsentLinear, AnyWeight, Linear, MakeLinear, make_linear
-from engine.models.quantized import PackedWeight, RoundedWeight
+from engine.models.quantized import BlockWeight, PackedWeight, RoundedWeight, StoredWeight
 from engine.models.sharding import GatherRanks, Shard, ShardedTensors, SummedLinear
 from engine.models.spec import ModelSpec
 
@@ -152,7 +152,7 @@ class TensorSource(Protocol):
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor of exactly this shape. Raises ModelLoadError if it is missing or has another shape."""
 
-    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> RoundedWeight | PackedWeight | None:
+    def fetch_bytes(self, name: str, shape: tuple[int, int]) -> StoredWeight | None:
         """Return the stored 8 or 4 bits of a weight if layers compute with them; else None."""
 
 
@@ -274,6 +274,9 @@ class _Builder:
         found = [each for each in stored if isinstance(each, RoundedWeight)]
         if len(nibbles) == len(modules):
             return PackedWeight.stacked(nibbles, stack)
+        blocks = [each for each in stored if isinstance(each, BlockWeight)]
+        if len(blocks) == len(modules) and stack is _stack:
+            return BlockWeight.stacked(blocks)
         if len(found) < len(modules):
             return stack([self._source.fetch(*each) for each in modules])
         values, scales = stack([each.values for each in found]), stack([each.scales for each in found])

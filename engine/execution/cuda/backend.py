@@ -29,7 +29,7 @@ from engine.execution.cuda.shapes import Buckets, decode_buckets, graph_bytes, m
 from engine.execution.cuda.swap import staging_units
 from engine.execution.cuda.virtual_memory import Memory
 from engine.execution.cuda.virtual_memory import refusal as mapping_refusal
-from engine.execution.plan import STORED_FLOATS, LaunchPlan
+from engine.execution.plan import BLOCKS, COMPACT, STORED_FLOATS, LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
@@ -38,8 +38,10 @@ from engine.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 from engine.machine.facts import BUS_RATE, cuda_devices, cuda_driver, host_engines
 from engine.models import float8
 from engine.models.checkpoint import load_layers
+from engine.models.compact import Blocks, Tiles, check, make_compact
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
+from engine.models.packing import Packing
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.transformers_model import TransformersModel
 from engine.models.transformers_shape import probe
@@ -50,6 +52,8 @@ log = logging.getLogger("tidemill.engine")
 
 _STEP_BYTES = 2**30  # estimate of a step's memory besides weights and cache
 _OLDEST_ARCH = (8, 0)
+_BLOCKS_ARCH = (9, 0)
+"""Compute capability for which cuBLAS multiplies 8-bit floats with a scale per block."""
 _SMALLEST_HEAD, _LARGEST_GROUP = 16, 64  # limits of a tensor core product, and of decode tiles without spills
 
 
@@ -107,6 +111,15 @@ class CudaBackend(Backend):
     def float8_refusal(self) -> str | None:
         found = torch.cuda.get_device_capability()
         return None if found >= float8.OLDEST_ARCH else f"compute capability {found[0]}.{found[1]} is older than 8.9"
+
+    def keeps_bits(self, packing: Packing, unpacked_bytes: int, memory_utilization: float) -> bool:
+        """See Backend. Without products of blocks, a step would unpack all of them: only if the weights fit no other
+        way."""
+        capability = torch.cuda.get_device_capability()
+        if packing.nibbles:
+            return capability >= _OLDEST_ARCH
+        room = self.room(memory_utilization)
+        return packing.blocks and (capability == _BLOCKS_ARCH or unpacked_bytes > room * memory.WEIGHT_SHARE)
 
     def choose_dtype(self, spec: ModelShape, _config: EngineConfig) -> tuple[str, str | None]:
         if spec.dtype == "bfloat16" and torch.cuda.get_device_capability() < _OLDEST_ARCH:
@@ -168,10 +181,12 @@ class CudaBackend(Backend):
         return Padding(tuple(decode), tuple(mixed))
 
     def prepare(
-        self, _config: EngineConfig, plan: LaunchPlan, _say: Callable[[str], None]
+        self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
     ) -> tuple[LaunchPlan, MakeLinear]:
         if plan.quantization == "none":
             return plan, make_linear
+        if plan.quantization in COMPACT:
+            return _compact(config, plan, say)
         return plan, float8_layers(keeps_floats=plan.quantization == STORED_FLOATS, by_kernels=plan.by_kernels)
 
     def check_kernels(
@@ -200,7 +215,8 @@ class CudaBackend(Backend):
         )  # fmt: skip
         for line in faults.lines:
             say(line)
-        return replace(plan, twins=tuple(faults.kernels), graphs=plan.graphs and not faults.graphs, faults=faults.lines)
+        lines, graphs = (*plan.faults, *faults.lines), plan.graphs and not faults.graphs
+        return replace(plan, twins=tuple(faults.kernels), graphs=graphs, faults=lines)
 
     def make_runner(
         self,
@@ -260,6 +276,19 @@ class CudaBackend(Backend):
         return PipelineRunner(runner, load)
 
 
+def _compact(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> tuple[LaunchPlan, MakeLinear]:
+    """Return the plan, and a maker of layers on the stored bits whose operators have been compared on this device."""
+    rounding, group = _rounding(by_kernels=plan.by_kernels), 0
+    given: dict[str, Any] = {"blocks": Blocks(rounding)} if plan.quantization == BLOCKS else {"tiles": Tiles()}
+    if config.load_format == "dummy":
+        group = plan.rounded_group(config.load_format)
+    if fault := check(torch.device(plan.device), **given) if plan.by_kernels else "is not used (--kernels torch)":
+        line = f"the product of {plan.quantization} layers {fault}; each call unpacks their weights"
+        say(line)
+        plan, given = replace(plan, faults=(*plan.faults, line)), {}
+    return plan, partial(make_compact, rounding=rounding, group=group, **given)
+
+
 def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Return why the kernels cannot run these heads on this compute capability; None if they can."""
     if capability < _OLDEST_ARCH:
@@ -278,11 +307,14 @@ def float8_layers(*, keeps_floats: bool = False, by_kernels: bool = True) -> Mak
 
     `keeps_floats`: only for weights that are stored in 8-bit floats.
     """
-    rounding = float8.BY_TORCH
-    if by_kernels and launch_refusal() is None:
-        kernels = importlib.import_module("engine.triton_kernels.round_rows")
-        rounding = float8.Rounding(kernels.round_rows, kernels.scale_rows)
-    return partial(float8.make_float8, rounding=rounding, keeps_floats=keeps_floats)
+    return partial(float8.make_float8, rounding=_rounding(by_kernels=by_kernels), keeps_floats=keeps_floats)
+
+
+def _rounding(*, by_kernels: bool) -> float8.Rounding:
+    if not by_kernels or launch_refusal() is not None:
+        return float8.BY_TORCH
+    kernels = importlib.import_module("engine.triton_kernels.round_rows")
+    return float8.Rounding(kernels.round_rows, kernels.scale_rows)
 
 
 @cache
