@@ -8,6 +8,7 @@ options. Counts are no times.
 
 import importlib
 import pkgutil
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -265,5 +266,10 @@ def dry_device(arch: int = 90) -> Iterator[DryDevice]:
             for name, value in vars(module).copy().items():
                 if name.endswith("_kernel"):
                     patch.setattr(module, name, _Recorder(value, dry, patch))
-        with dry:
-            yield dry
+        try:
+            with dry:
+                yield dry
+        finally:
+            for thread in threading.enumerate():
+                if thread.name == "tidemill-page-lock":
+                    thread.join()

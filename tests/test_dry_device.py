@@ -105,7 +105,6 @@ def make_runner(
         )
     )  # fmt: skip
     runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
-    runner.device.pool.host._ahead.join()  # type: ignore[union-attr]
     return runner
 
 
@@ -193,6 +192,7 @@ def test_swaps_lock_the_host_memory_that_they_need(monkeypatch: pytest.MonkeyPat
     with dry_device() as dry:
         runner = make_runner(load_spec(model_folder("llama-gqa2")), host_units=400)
         host = runner.device.pool.host
+        host._ahead.join()  # type: ignore[union-attr]
         assert 0 < len(dry.registered) <= 2 * host_memory.AHEAD < len(host._missing)
         first = 7 * host.per_piece - 3
         blocks = [(kv(2 * place), kv(first + 2 * place, Tier.HOST)) for place in range(20)]

@@ -53,9 +53,9 @@ def profile_folder(config: EngineConfig) -> Path:
 def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
     """Decide how a configuration runs on this machine. Raise ConfigError if it cannot run. `beside`: see LaunchPlan."""
     folder = resolve_model(config)
-    choice = choose(folder, config.model_impl)
-    spec = choice.shape
     backend = backends.find_backend(config.device)
+    choice = choose(folder, config.model_impl, experts=backend.runs_experts(config))
+    spec = choice.shape
     if refusal := backend.config_refusal(config):
         raise ConfigError(refusal)
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
@@ -144,7 +144,7 @@ def _floats_refusal(config: EngineConfig, packing: Packing, backend: Backend) ->
     An empty string means that no note is needed.
     """
     if not packing.floats:
-        return "products of blocks of 128 x 128 need compute capability 9.0" if packing.blocks else ""
+        return "products of blocks are of 128 x 128, on compute capability 9.0" if packing.blocks else ""
     if config.dtype not in ("auto", "bfloat16"):
         return f"products are of bfloat16, not of {config.dtype}"
     return backend.float8_refusal()

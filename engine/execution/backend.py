@@ -91,6 +91,11 @@ class Backend(Protocol):
     def float8_refusal(self) -> str | None:
         """Return why layers cannot compute on 8-bit floats here; None if they can."""
 
+    def runs_experts(self, config: EngineConfig) -> bool:
+        """Return whether native layers with experts can run as configured."""
+        del config
+        return False
+
     def keeps_bits(self, packing: Packing, unpacked_bytes: int, memory_utilization: float) -> bool:
         """Return whether layers of a GPU use the 4 bits, or the blocks of 8-bit floats, of a checkpoint.
 

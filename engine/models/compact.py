@@ -21,7 +21,8 @@ from engine.models.quantized import BlockWeight, PackedWeight, as_bytes, group_o
 FEW_ROWS = 32
 """Rows up to which tiles are multiplied as they are; they are read once for each 8 or 16 rows."""
 _OUTPUTS, _DEPTH = 8, 16  # of a tile: outputs, and inputs per inner tile
-_BLOCK = 128  # outputs and inputs of a block that a product takes
+BLOCK = 128
+"""Outputs and inputs of a block that a product takes."""
 _TOLERANCE = 3e-2  # of a product, relative to the root mean square of the results
 
 
@@ -112,10 +113,10 @@ class Blocks:
         self._rounding, self._multiply = rounding, multiply or _scaled_product
 
     def takes(self, weight: BlockWeight) -> bool:
-        return weight.block == (_BLOCK, _BLOCK) and weight.dtype == torch.bfloat16
+        return weight.block == (BLOCK, BLOCK) and weight.dtype == torch.bfloat16
 
     def product(self, weight: BlockWeight, x: Tensor) -> Tensor:
-        values, scales = self._rounding.by_row(x.reshape(-1, _BLOCK))
+        values, scales = self._rounding.by_row(x.reshape(-1, BLOCK))
         by_group = scales.view(len(x), -1).t().contiguous().t()  # tokens lie side by side
         return self._multiply(values.view(x.shape), by_group, weight.values, weight.scales)
 
@@ -233,10 +234,10 @@ def check(device: torch.device, *, tiles: Tiles | None = None, blocks: Blocks | 
 def block_weight(weight: Tensor) -> BlockWeight:
     """Round a weight [n, k], both multiples of 128, to 8-bit floats in blocks of 128 x 128."""
     n, k = weight.shape
-    parts = weight.float().view(n // _BLOCK, _BLOCK, k // _BLOCK, _BLOCK)
+    parts = weight.float().view(n // BLOCK, BLOCK, k // BLOCK, BLOCK)
     scales = parts.abs().amax((1, 3)).clamp_min(1e-12) / torch.finfo(FLOAT8).max
     values = (parts / scales[:, None, :, None]).to(FLOAT8).view(n, k)
-    return BlockWeight.of(values, scales, (_BLOCK, _BLOCK), weight.dtype)
+    return BlockWeight.of(values, scales, (BLOCK, BLOCK), weight.dtype)
 
 
 def _error(found: Tensor, x: Tensor, dense: Tensor) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.models import torch_ops
+from engine.models.experts import mixed, route
 from engine.models.float8 import Float8Linear, RoundedRows
 from engine.models.linear import Linear
 from engine.models.spec import ModelSpec
@@ -143,10 +144,20 @@ class Decoder:
         return normed
 
     def _feed_forward(self, layer: LayerWeights, x: Tensor | RoundedRows) -> Tensor:
+        if layer.router is not None:
+            return self._run_experts(layer, layer.router, x)
         wide = product(layer.up, x)
         if self._fuses and self.spec.activation == "silu" and isinstance(layer.down, Float8Linear):
             return layer.down.product(RoundedRows(*self._ops.silu_and_mul_rounded(wide, layer.down.inputs)))
         return layer.down(self._activation(wide))
+
+    def _run_experts(self, layer: LayerWeights, router: Tensor, x: Tensor | RoundedRows) -> Tensor:
+        """Return the weighted sum of each token's experts, without waiting for the device."""
+        sizes = self.spec.experts
+        assert sizes is not None and isinstance(x, Tensor), "experts have inputs of the model's type"
+        weights, chosen = route(functional.linear(x, router), sizes)
+        up, down = (each.dense_from(0)[0].view(sizes.total, -1, each.in_features) for each in (layer.up, layer.down))
+        return mixed(x, up, down, self._activation, weights, chosen)
 
     def _add_norm(
         self,

@@ -1,7 +1,7 @@
-"""Experts of transformers modules by this engine's linear layers, on a CPU.
+"""Mixtures of experts. Rows are sorted by expert, so that each expert is computed once for all its rows.
 
-A mixture of experts stores the weights of all experts of a layer in two tensors. Here each expert has linear layers of
-its own. Rows are sorted by expert, and only experts with rows are computed, each once for all its rows.
+Native families on a GPU use torch's grouped product over the stacked weights (`mixed`). On a CPU the experts of
+transformers modules are replaced (`replace_experts`): each has linear layers of its own, and only those with rows run.
 """
 
 import logging
@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from engine.models.linear import Linear, MakeLinear
+from engine.models.spec import ExpertSizes
 
 log = logging.getLogger("tidemill.engine")
 
@@ -21,6 +23,37 @@ Group = Callable[[Tensor, Sequence[int]], Tensor]
 
 _ROWS = 5  # of the comparison with transformers
 _ALLOWED = 16  # error of one row, in units of the type's step at the largest value
+
+
+def route(logits: Tensor, sizes: ExpertSizes) -> tuple[Tensor, Tensor]:
+    """Return weights and numbers [T, per_token] of each token's experts from the router's logits [T, experts]."""
+    weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(sizes.per_token, -1)
+    if sizes.normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype) if sizes.rounded else weights, chosen
+
+
+def mixed(
+    x: Tensor, up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], weights: Tensor, chosen: Tensor
+) -> Tensor:
+    """Return the weighted sum of experts `chosen` [T, k] for x [T, H]; nothing waits for the device.
+
+    up [experts, 2 * width, H], down [experts, H, width]; `activation` of a gate and what it multiplies.
+    """
+    order = chosen.flatten().argsort(stable=True)
+    every = torch.arange(len(up), device=x.device)
+    ends = (chosen.flatten()[:, None] == every).sum(0).cumsum(0, dtype=torch.int32)
+    rows = x.index_select(0, order // chosen.shape[1])
+    inner = activation(functional.grouped_mm(rows, up.transpose(1, 2), offs=ends))
+    result = functional.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+    return _summed(result, order, weights).to(x.dtype)
+
+
+def _summed(result: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Return the sums [T, H] of results [T * k, H], sorted by `order`, with weights [T, k]."""
+    weighted = result * weights.flatten().index_select(0, order)[:, None]
+    by_token = torch.empty_like(weighted).index_copy_(0, order, weighted)
+    return by_token.view(*weights.shape, -1).sum(1)
 
 
 def replace_experts(model: nn.Module, make: MakeLinear) -> None:
@@ -41,8 +74,8 @@ def replace_experts(model: nn.Module, make: MakeLinear) -> None:
         if tried[kind]:
             for name in experts.stored:
                 delattr(module, name)  # the layers have copies
-            module.forward = partial(experts, module)  # type: ignore[method-assign]
-            module.replaced = True
+            kept: Any = module
+            kept.forward, kept.replaced = partial(experts, module), True
 
 
 class _Experts:
@@ -71,9 +104,7 @@ class _Experts:
         result = self._down(inner, counts)
         if module.has_post_expert_norm:
             result = module.post_expert_norm(result)
-        weighted = result * top_k_weights.flatten().index_select(0, order)[:, None]
-        by_token = torch.empty_like(weighted).index_copy_(0, order, weighted)
-        return by_token.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
+        return _summed(result, order, top_k_weights).to(hidden_states.dtype)
 
     def equals(self, module: Any) -> bool:
         """Return whether random rows have the same result as by transformers."""

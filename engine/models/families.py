@@ -5,7 +5,7 @@ A new family that recombines known parts needs a `Family` and a `TensorNames`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import ModelLoadError
 
@@ -91,6 +91,20 @@ _GEMMA_NAMES = replace(
 )
 
 
+class ExpertNames(NamedTuple):
+    """Names of a mixture of experts: modules of a layer, linear layers of an expert (gate, up, down), config keys.
+
+    `rounded`: the weights of a token's experts are rounded to the model's type.
+    """
+
+    router: str
+    experts: str
+    parts: tuple[str, str, str]
+    count_key: str
+    width: str
+    rounded: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One architecture. `*_default` applies if the config has no value.
@@ -103,6 +117,8 @@ class Family:
             width; its default.
         softcaps: Default softcaps of scores and of logits; None if the family has none.
         local_rope: Layers with a window have their own rotary embedding.
+        experts: Names of the experts that replace the MLP in every layer; None without experts.
+        normalised: Whether the weights of a token's experts add up to 1.
     """
 
     name: str
@@ -135,6 +151,8 @@ class Family:
     query_scalar_default: float | None = None
     softcaps: tuple[float | None, float | None] | None = None
     local_rope: bool = False
+    experts: ExpertNames | None = None
+    normalised: Flag = True
     check: Callable[[Config], None] = _nothing_to_check
 
 
@@ -159,6 +177,11 @@ def _check_gemma3(config: Config) -> None:
     _check_gemma(config)
     if config.get("attn_logit_softcapping") is not None:  # the reference code reads it but caps no score
         raise ModelLoadError("Gemma 3 with attn_logit_softcapping is not supported")
+
+
+def _check_qwen3_moe(config: Config) -> None:
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise ModelLoadError("Qwen3-MoE with layers without experts is not supported")
 
 
 _LLAMA_BIAS = ("attention_bias", False)
@@ -275,6 +298,30 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_QWEN3_MOE = replace(
+    next(family for family in FAMILIES if family.name == "qwen3"),
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    head_dim_default=None,
+    experts=ExpertNames("mlp.gate", "mlp.experts", _MLP, "num_experts", "moe_intermediate_size", True),
+    normalised=("norm_topk_prob", False),
+    check=_check_qwen3_moe,
+)
+_MIXTRAL = replace(
+    next(family for family in FAMILIES if family.name == "mistral"),
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    window_default=None,
+    experts=ExpertNames(
+        "block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2"), "num_local_experts",
+        "intermediate_size",
+    ),
+)  # fmt: skip
+MIXTURES = (_QWEN3_MOE, _MIXTRAL)
+"""Families with experts. Their native layers run on a GPU; on a CPU transformers' modules run them."""
+
+
 def is_set(flag: Flag, config: Config) -> bool:
     """Return the value of a property for a config."""
     return flag if isinstance(flag, bool) else bool(config.get(*flag))
@@ -288,7 +335,8 @@ def family_of(config: Config) -> Family:
     if architecture is None and model_type is None:
         raise ModelLoadError("config.json names neither 'architectures' nor 'model_type'")
     family = next(
-        (f for f in FAMILIES if architecture in (f.architecture, None) and model_type in (f.name, None)), None
+        (f for f in (*FAMILIES, *MIXTURES) if architecture in (f.architecture, None) and model_type in (f.name, None)),
+        None,
     )
     # The config may name its own copy of a built-in class (the first Phi-3 releases do); that code is never run.
     own_code = str((config.get("auto_map") or {}).get("AutoModelForCausalLM", architecture)).rpartition(".")[2]
@@ -302,4 +350,4 @@ def family_of(config: Config) -> Family:
 
 def family_named(name: str) -> Family:
     """Return the family of that name."""
-    return next(family for family in FAMILIES if family.name == name)
+    return next(family for family in (*FAMILIES, *MIXTURES) if family.name == name)

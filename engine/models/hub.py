@@ -231,16 +231,16 @@ class Choice:
     why: str
 
 
-def choose(folder: Path, wish: str) -> Choice:
+def choose(folder: Path, wish: str, *, experts: bool = False) -> Choice:
     """Select the implementation of the model in `folder` for `wish` (auto, own, transformers).
 
-    Raises ModelLoadError, one line.
+    `experts`: whether native layers of bfloat16 with experts can run here. Raises ModelLoadError, one line.
     """
-    choice = _choose(folder, wish)
+    choice = _choose(folder, wish, experts)
     return replace(choice, shape=with_tokenizer_end(choice.shape, folder))
 
 
-def _choose(folder: Path, wish: str) -> Choice:
+def _choose(folder: Path, wish: str, experts: bool) -> Choice:
     if wish == TRANSFORMERS:
         return Choice(_foreign(folder), TRANSFORMERS, "asked for")
     try:
@@ -249,6 +249,10 @@ def _choose(folder: Path, wish: str) -> Choice:
         if wish == OWN or not (folder / "config.json").is_file():
             raise
         return Choice(_instead(folder, error), TRANSFORMERS, "no family of ours")
+    if own.experts is not None and not (experts and own.dtype == "bfloat16"):
+        if wish == OWN:
+            raise ModelLoadError(f"{folder}: own layers with experts need a GPU and bfloat16; set --model-impl auto")
+        return Choice(_foreign(folder), TRANSFORMERS, "its layers with experts are ours on a GPU only")
     return Choice(own, OWN, f"the family {own.family} is ours")
 
 

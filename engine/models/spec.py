@@ -1,7 +1,7 @@
 """Description of a decoder-only checkpoint, read from its Hugging Face config; torch-free.
 
 One `ModelSpec` covers Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3, Phi-3, Gemma 2, Gemma 3 (text), OPT and GPT-NeoX/Pythia;
-they differ in data only.
+they differ in data only. Of mixtures of experts it covers Qwen3-MoE and Mixtral.
 """
 
 import json
@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.families import Family, family_named, family_of, is_set
@@ -96,6 +96,17 @@ class ModelShape:
         return 2 * self.num_layers * self.kv_size * element_size
 
 
+class ExpertSizes(NamedTuple):
+    """Experts of every layer: their number, the number per token, their inner width, and whether the weights of a
+    token's experts add up to 1 and are rounded to the model's type."""
+
+    total: int
+    per_token: int
+    width: int
+    normalised: bool
+    rounded: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec(ModelShape):
     """A model of a native family.
@@ -109,6 +120,7 @@ class ModelSpec(ModelShape):
         centered_norms: Norm weights are stored minus 1, and a norm is rounded once, after its weight.
         branch_norms: Outputs of attention and MLP are normalised before they are added.
         embedding_scale: Factor of token embeddings, rounded to the model's type.
+        intermediate_size: Inner width of the MLP, or of all experts together.
     """
 
     family: str
@@ -132,6 +144,7 @@ class ModelSpec(ModelShape):
     centered_norms: bool = False
     branch_norms: bool = False
     embedding_scale: float | None = None
+    experts: ExpertSizes | None = None
 
     def window_of(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -156,7 +169,7 @@ class ModelSpec(ModelShape):
         hidden, norm = self.hidden_size, self.hidden_size * (2 if self.norm == "layer" else 1)
         has_bias = self.qkv_bias, self.out_bias, self.mlp_bias, self.mlp_bias
         layer = sum(n * k + n * bias for (n, k), bias in zip(self.matrices, has_bias, strict=True))
-        layer += 2 * self.head_dim * self.qk_norm
+        layer += 2 * self.head_dim * self.qk_norm + (self.experts.total * hidden if self.experts else 0)
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         if self.position_offset is not None:
             embeddings += (self.max_position_embeddings + self.position_offset) * hidden
@@ -223,7 +236,8 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         raise ModelLoadError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = _head_dim(config, family, hidden, heads)
     max_position, num_layers = _size(config, "max_position_embeddings"), _size(config, "num_hidden_layers")
-    ffn = _size(config, family.intermediate_key)
+    experts = _experts(config, family)
+    ffn = _size(config, family.intermediate_key) if experts is None else experts.width
     if packing is not None:
         packing.check((hidden, heads * head_dim, ffn), (kv_heads * head_dim,))
     ropes = ropes_from_config(config, family.name, head_dim, max_position, family.local_rope) if family.rope else None
@@ -236,7 +250,8 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=ffn,
+        intermediate_size=ffn * (1 if experts is None else experts.total),
+        experts=experts,
         vocab_size=_size(config, "vocab_size"),
         max_position_embeddings=ropes.positions if ropes else max_position,
         longest=ropes.longest if ropes else None,
@@ -286,6 +301,15 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelLoadError(f"config.json: {key!r} must be a positive integer, not {value!r}")
     return value
+
+
+def _experts(config: Mapping[str, Any], family: Family) -> ExpertSizes | None:
+    if family.experts is None:
+        return None
+    count = _size(config, family.experts.count_key, config.get("num_local_experts"))  # its name in transformers 5
+    width = _size(config, family.experts.width)
+    per_token, normalised = _size(config, "num_experts_per_tok"), is_set(family.normalised, config)
+    return ExpertSizes(count, per_token, width, normalised, family.experts.rounded)
 
 
 def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:

@@ -37,7 +37,7 @@ from engine.models.transformers_calls import (
     run_model,
 )
 from engine.models.transformers_shape import PROBED, Seen, TransformersShape, config_of, settle
-from engine.models.weights import TensorSource, torch_dtype
+from engine.models.weights import TensorSource, router_of, stacked_experts, torch_dtype
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Manner], Tensor]
 """(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e], manner) -> [T, heads · e]."""
@@ -266,12 +266,28 @@ def own_reference(
     heads = [f"{head}.weight" for head in family_named(spec.family).names.head]
     for name, parameter in model.state_dict().items():
         # Some checkpoints were saved without the outer model.
+        if parameter.dim() > 2 or (spec.experts is not None and name.endswith(".gate.weight")):
+            continue
         spellings = (name, name.partition(".")[2], *(heads if name == "lm_head.weight" else ()))
         stored = next((each for each in spellings if tensors.has(each)), None)
         if stored or not (spec.tie_word_embeddings and parameter.shape[0] == spec.vocab_size):
             parameter.copy_(tensors.fetch(stored or name, tuple(parameter.shape)))
+    _fill_experts(model, spec, tensors)
     _replace_linear(model, make)
     return model
+
+
+def _fill_experts(model: Any, spec: ModelSpec, tensors: TensorSource) -> None:
+    """Fill the experts and routers of a model, whose tensors are stored under other names."""
+    for index, layer in enumerate(model.model.layers if spec.experts is not None else ()):
+        prefix = f"model.layers.{index}."
+        router = router_of(spec, tensors, prefix)
+        for kept, stored in zip(
+            (layer.mlp.gate.weight, layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj),
+            (router, *stacked_experts(spec, tensors, prefix)),
+            strict=True,
+        ):
+            kept.copy_(stored)
 
 
 def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype, packing: Packing | None) -> Any:

@@ -34,8 +34,10 @@ class LayerWeights:
     Attributes:
         qkv: Outputs [q heads | k heads | v heads].
         qk_norm: Weight [heads + kv_heads, head_dim] of the norms of q and k, or None.
-        up: Outputs [gate | up] if the MLP is gated.
+        up: Outputs [gate | up] if the MLP is gated; with experts those of all, one after the other.
+        down: With experts the outputs of all, from the inner width of one.
         branch_norms: Norms of the outputs of attention and MLP, or None.
+        router: Weight [experts, H], or None without experts.
     """
 
     input_norm: Norm
@@ -46,6 +48,7 @@ class LayerWeights:
     up: Linear
     down: Linear
     branch_norms: tuple[Norm, Norm] | None = None
+    router: Tensor | None = None
 
 
 class LayerSource(Protocol):
@@ -231,15 +234,21 @@ class _Builder:
         hidden, ffn = spec.hidden_size, spec.intermediate_size
         qkv_sizes = split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
         up_sizes = split_over(names.up, (ffn, ffn) if spec.gated_mlp else (ffn,))
+        if spec.experts is not None:
+            up, down = (self._make(part.flatten(0, 1)) for part in stacked_experts(spec, self._source, prefix))
+        else:
+            up = self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.gated_mlp)
+            down = self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias, summed=True)
         return LayerWeights(
             input_norm=self._norm(prefix + names.input_norm),
             qkv=self._linear(prefix, names.qkv, qkv_sizes, hidden, spec.qkv_bias, names.interleaved_qkv),
             qk_norm=self._qk_norm(prefix),
             out=self._linear(prefix, (names.out,), (hidden,), spec.q_size, spec.out_bias, summed=True),
             post_norm=self._norm(prefix + names.post_norm),
-            up=self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.gated_mlp),
-            down=self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias, summed=True),
+            up=up,
+            down=down,
             branch_norms=self._branch_norms(prefix),
+            router=router_of(spec, self._source, prefix),
         )
 
     def _linear(
@@ -329,6 +338,26 @@ class _Builder:
         prefixes, names, has = self._names.prefixes, self._names, self._source.has
         modules = (names.embedding, names.final_norm)
         return next((p for p in prefixes if any(has(f"{p}{each}.weight") for each in modules)), prefixes[0])
+
+
+def router_of(spec: ModelSpec, source: TensorSource, prefix: str) -> Tensor | None:
+    """Fetch the router [experts, H] of the layer whose names begin with `prefix`; None without experts."""
+    names = family_named(spec.family).experts
+    if spec.experts is None or names is None:
+        return None
+    return source.fetch(f"{prefix}{names.router}.weight", (spec.experts.total, spec.hidden_size))
+
+
+def stacked_experts(spec: ModelSpec, source: TensorSource, prefix: str) -> tuple[Tensor, Tensor]:
+    """Fetch the experts of a layer: gate and up [experts, 2 * width, H], down [experts, H, width]."""
+    names, sizes, hidden = family_named(spec.family).experts, spec.experts, spec.hidden_size
+    assert names is not None and sizes is not None, "a family with experts"
+    inside, outside, ups, downs = (sizes.width, hidden), (hidden, sizes.width), list[Tensor](), list[Tensor]()
+    for index in range(sizes.total):
+        gate, up, down = (f"{prefix}{names.experts}.{index}.{part}.weight" for part in names.parts)
+        ups.append(torch.cat((source.fetch(gate, inside), source.fetch(up, inside))))
+        downs.append(source.fetch(down, outside))
+    return torch.stack(ups), torch.stack(downs)
 
 
 def straighten(spec: ModelSpec, fused: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from engine.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 from engine.machine.facts import BUS_RATE, cuda_devices, cuda_driver, host_engines
 from engine.models import float8
 from engine.models.checkpoint import load_layers
-from engine.models.compact import Blocks, Tiles, check, make_compact
+from engine.models.compact import BLOCK, Blocks, Tiles, check, make_compact
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
@@ -112,6 +112,12 @@ class CudaBackend(Backend):
         found = torch.cuda.get_device_capability()
         return None if found >= float8.OLDEST_ARCH else f"compute capability {found[0]}.{found[1]} is older than 8.9"
 
+    def runs_experts(self, config: EngineConfig) -> bool:
+        """See Backend. Features that divide, adapt, stream or release the matrices of a layer know MLPs only."""
+        plain = config.quantization == "none" and config.dtype in ("auto", "bfloat16") and not config.lora
+        plain = plain and config.tensor_parallel_size == 1 and parse_offload(config.offload_weights) is None
+        return plain and config.overload == "recompute" and torch.cuda.get_device_capability() >= _OLDEST_ARCH
+
     def keeps_bits(self, packing: Packing, unpacked_bytes: int, memory_utilization: float) -> bool:
         """See Backend. Without products of blocks, a step would unpack all of them: only if the weights fit no other
         way."""
@@ -119,7 +125,8 @@ class CudaBackend(Backend):
         if packing.nibbles:
             return capability >= _OLDEST_ARCH
         room = self.room(memory_utilization)
-        return packing.blocks and (capability == _BLOCKS_ARCH or unpacked_bytes > room * memory.WEIGHT_SHARE)
+        multiplied = capability == _BLOCKS_ARCH and packing.block == (BLOCK, BLOCK)
+        return packing.blocks and (multiplied or unpacked_bytes > room * memory.WEIGHT_SHARE)
 
     def choose_dtype(self, spec: ModelShape, _config: EngineConfig) -> tuple[str, str | None]:
         if spec.dtype == "bfloat16" and torch.cuda.get_device_capability() < _OLDEST_ARCH:

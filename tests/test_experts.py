@@ -1,0 +1,100 @@
+"""Mixtures of experts: our layers of a GPU and our experts of transformers' modules against transformers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_transformers
+import torch
+from dry_device import dry_device
+from test_cuda_backend import on_a_gpu  # noqa: F401 - a fixture
+from test_cuda_runner import MetaTensors, driver_of
+from test_dry_device import counts_of, make_runner
+from test_runner import crowd, run_in_waves
+from test_transformers_model import generated
+
+from engine.build.plan import plan_launch
+from engine.config import EngineConfig
+from engine.errors import ModelLoadError
+from engine.execution import self_test
+from engine.execution.cpu.device import TorchDevice
+from engine.models import experts
+from engine.models.checkpoint import load_weights
+from engine.models.decoder import Decoder
+from engine.models.families import MIXTURES
+from engine.models.hub import choose
+from engine.models.spec import ModelSpec, load_spec
+from engine.models.transformers_model import load_model
+from engine.models.transformers_shape import load_shape
+
+FAMILIES = [family.name for family in MIXTURES]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_with_experts_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Tokens of the runner for CUDA, without and with normed weights; names and sizes by the self-test of a start."""
+    reference = tiny_transformers.save(name, tmp_path, sliding_window=None)
+    spec = load_spec(tmp_path)
+    assert spec.num_parameters == sum(each.numel() for each in reference.parameters())
+    decoder = Decoder(spec, load_weights(spec, tmp_path))
+    requests = [
+        replace(each, sampling=replace(each.sampling, temperature=0.0)) for each in crowd(np.random.default_rng(5), 4)
+    ]
+    requests = crowd(np.random.default_rng(5), 4)
+    driver = driver_of(decoder, seqs=3)
+    run_in_waves(driver, requests)
+    for request in requests:
+        expected = generated(reference, list(request.prompt_token_ids), request.sampling.max_tokens)
+        assert driver.outputs[request.request_id] == expected
+    assert not self_test.test_family(
+        spec, tmp_path, "float32", lambda small, weights: TorchDevice(Decoder(small, weights), self_test.LIMITS)
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_step_with_experts_waits_for_the_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_transformers.save_config(name, tmp_path)
+    fetch = MetaTensors.fetch  # grouped products are of bfloat16
+    monkeypatch.setattr(MetaTensors, "fetch", lambda *given: fetch(*given).bfloat16())
+    with dry_device() as dry:
+        runner = make_runner(load_spec(tmp_path))
+        assert runner.device.num_graphs == runner.device.num_shapes
+        dry.sealed = True
+        assert [each["graphs"] for each in counts_of(dry, runner, "greedy")] == [1] * 5
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_only_plain_engines_of_a_gpu_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 10**10))
+    tiny_transformers.save("qwen3_moe", tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))
+    usual = EngineConfig(model=str(tmp_path), self_test=False)
+    plan = plan_launch(usual)
+    assert plan.implementation == "own" and isinstance(plan.spec, ModelSpec) and plan.spec.experts is not None
+    assert plan_launch(replace(usual, dtype="float16")).implementation == "transformers"
+    assert choose(tmp_path, "auto").implementation == "transformers"
+    with pytest.raises(ModelLoadError, match="own layers with experts need a GPU and bfloat16"):
+        choose(tmp_path, "own")
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral"])
+def test_modules_get_experts_of_ours(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same results; stacked weights are gone. A module with other results keeps what it has."""
+    tiny_transformers.save(name, tmp_path)
+    shape, ids = load_shape(tmp_path), torch.arange(9)
+
+    def loaded() -> tuple[list[Any], torch.Tensor]:
+        model = load_model(shape, tmp_path, dtype="float32")
+        mixtures = [each for each in model.module.modules() if hasattr(each, "is_transposed")]
+        return mixtures, model.eager(ids)
+
+    with torch.inference_mode():
+        mine, found = loaded()
+        assert mine and all(each.replaced and not list(each.parameters()) for each in mine)
+        monkeypatch.setattr(experts._Experts, "equals", lambda *_: False)
+        theirs, expected = loaded()
+        assert not any(hasattr(each, "replaced") for each in theirs) and list(theirs[0].parameters())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
