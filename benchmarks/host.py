@@ -35,7 +35,7 @@ class _IdleForward:
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
 
-    def __call__(self, *_args: object) -> None:
+    def __call__(self, *_args: object, **_options: object) -> None:
         pass
 
     def __getattr__(self, name: str) -> object:

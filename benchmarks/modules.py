@@ -4,7 +4,8 @@
 
 A Llama of 134.5 M parameters in bfloat16, twice in this process, with the same threads, so that a busy machine is busy
 for both: read the ratios, of the medians and of the fastest steps. With `--experts`, a mixture of experts whose experts
-are run by layers of our own, or by transformers' grouped product; both have our attention and linear layers.
+are run by layers of our own, or by transformers' grouped product; both have our attention and linear layers. Set
+OMP_WAIT_POLICY=passive, as the server does where native kernels run.
 """
 
 import argparse
@@ -48,7 +49,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"], "num_local_experts": 32, "num_experts_per_tok": 4,
-        "intermediate_size": 512, "layer_types": ["full_attention"] * 6,
+        "intermediate_size": 512, "layer_types": ["sliding_attention", "full_attention"] * 3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }  # fmt: skip
