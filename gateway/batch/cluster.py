@@ -118,6 +118,8 @@ class Membership:
         ended = leases.ended
         taken = await self._store.take_runs(batch.id, ended, most, self._takes_over)
         leases.ended = [run for run in leases.ended if run not in ended]
+        taken += leases.found
+        leases.found = []
         for run in taken:
             leases.begin(run)
         return taken
@@ -160,6 +162,8 @@ class Leases:
         self._runs = runs
         self._left: dict[int, int] = {}
         self.ended: list[int] = []
+        self.found: list[int] = []
+        """Runs of this server that `begin` does not know yet."""
 
     def begin(self, run: int) -> None:
         self._left[run] = len(self._runs.ranks(run))
@@ -174,7 +178,12 @@ class Leases:
                     del self._left[run]
                     self.ended.append(run)
 
-    def clear(self) -> None:
-        """Forget all runs: another server may have them."""
-        self._left.clear()
-        self.ended.clear()
+    def compare(self, runs: frozenset[int]) -> bool:
+        """Forget runs that are not in `runs`, which is the store's view; return whether some of `runs` were not known,
+        because the answer to their lease was lost."""
+        known = {*self._left, *self.ended, *self.found}
+        for run in known - runs:
+            self._left.pop(run, None)
+        self.ended, self.found = ([run for run in some if run in runs] for some in (self.ended, self.found))
+        self.found += sorted(runs - known)
+        return bool(self.found)

@@ -289,15 +289,15 @@ class BatchWorker:
         for batch in beat.batches:
             self.added(batch)
             self.cancelled(batch)
+        for job in self.jobs.values():  # before others change the leases
+            if job.leases is not None and job.leases.compare(beat.runs.get(job.batch.id, frozenset())):
+                job.exhausted = False
         for job in list(self.jobs.values()):
             batch_id = job.batch.id
             job.batch = batches.get(batch_id, job.batch)
             if batch_id not in batches or job.batch.status is not BatchStatus.IN_PROGRESS or not job.batch.remaining:
                 job.settled.set()
                 continue
-            if beat.is_lost and job.leases is not None:
-                job.leases.clear()
-                job.ahead.clear()
             if batch_id not in self.cluster.mine and await self.cluster.own(batch_id):
                 await self.cluster.begin(job.batch)
             await self.cluster.learn(job.batch, job.answers)

@@ -24,10 +24,10 @@ _ELSEWHERE = "server != :server AND server IN (SELECT id FROM servers WHERE seen
 class Beat(NamedTuple):
     """The store at a heartbeat."""
 
-    is_lost: bool
-    """The server had no heartbeat for DEAD_SECONDS, so that other servers may have its leases."""
     batches: Sequence[BatchJob]
     """Unfinished batches."""
+    runs: Mapping[str, frozenset[int]]
+    """Runs of this server by batch id. Other servers may have taken some, and the answer to a lease may be lost."""
     owned: frozenset[str]
     """Ids of the batches that another server owns."""
     free: frozenset[str]
@@ -58,7 +58,6 @@ class LeaseRows(Rows):
     def beat(self, connection: RowConnection, rate: float, takes_over: bool) -> Beat:
         """Record a heartbeat of this server with its rate in work per second."""
         now = self._now(connection)
-        row = connection.execute("SELECT seen_at FROM servers WHERE id = ?", (self.server,)).fetchone()
         connection.execute("DELETE FROM servers WHERE seen_at < ?", (now - FORGET_SECONDS,))
         connection.execute(
             "INSERT INTO servers (id, seen_at, rate) VALUES (?, ?, ?) "
@@ -68,6 +67,10 @@ class LeaseRows(Rows):
         values = {"server": self.server, "since": now - DEAD_SECONDS}
         batches = connection.execute(f"SELECT * FROM batches WHERE status IN {UNFINISHED_STATES} ORDER BY seq")
         jobs = {row["seq"]: read_batch_row(row) for row in batches.fetchall()}
+        runs: dict[str, set[int]] = {}
+        for row in connection.execute(f"SELECT batch, run FROM runs WHERE run > {OWNER} AND server = :server", values):
+            if row["batch"] in jobs:
+                runs.setdefault(jobs[row["batch"]].id, set()).add(row["run"])
         owned = connection.execute(f"SELECT batch FROM runs WHERE run = {OWNER} AND {_ELSEWHERE}", values)
         free = connection.execute(
             f"SELECT DISTINCT batch FROM runs WHERE run > {OWNER} AND {_FREE}",
@@ -81,8 +84,8 @@ class LeaseRows(Rows):
         alive = "SELECT COUNT(*) AS num, COALESCE(SUM(rate), 0.0) AS rate FROM servers WHERE seen_at > ?"
         servers = connection.execute(alive, (values["since"],)).fetchone()
         return Beat(
-            row is not None and row["seen_at"] <= values["since"],
             list(jobs.values()),
+            {batch_id: frozenset(own) for batch_id, own in runs.items()},
             frozenset(jobs[row["batch"]].id for row in owned if row["batch"] in jobs),
             frozenset(jobs[row["batch"]].id for row in free if row["batch"] in jobs),
             {row["tenant"]: int(row["held"]) for row in held},
