@@ -33,7 +33,7 @@ from gateway.store.lease_rows import DEAD_SECONDS
 
 SERVERS, SLOTS, TENANTS = 3, 32, ("red", "blue")
 KEYS = {tenant: f"sk-{tenant}" for tenant in TENANTS}
-START_SECONDS, RETRY_SECONDS, WAIT_SECONDS = 60.0, 0.3, 300.0
+START_SECONDS, RETRY_SECONDS, WAIT_SECONDS = 60.0, 0.3, 240.0
 TOKENS, SPEEDUP = 8, 2.7
 LATE_SECONDS = 60.0 + 2 * DEAD_SECONDS
 """Maximum time from the cancellation or expiry of a batch to its end, without faults after it: other servers have
@@ -361,7 +361,7 @@ async def look(made: Site, known: dict[str, str]) -> None:
 
 async def check(made: Site, batch: str, tenant: str, lines: int, end: str) -> dict[str, Any]:
     """Wait for the end of a batch, and compare its rows and its state on all servers."""
-    state = await made.until_ended(batch, tenant, WAIT_SECONDS)
+    state = await made.until_ended(batch, tenant, LATE_SECONDS + 30.0)
     made.harm[f"batches that should be {end} and are {state['status']}"] += state["status"] not in (end, "completed")
     rows: list[dict[str, Any]] = []
     errors: list[dict[str, Any]] = []
