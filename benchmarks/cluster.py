@@ -359,6 +359,15 @@ async def look(made: Site, known: dict[str, str]) -> None:
         await asyncio.sleep(RETRY_SECONDS)
 
 
+async def read(member: Member, path: str, tenant: str) -> tuple[int, bytes]:
+    """Read from one server; repeat a 503, which it answers until it has connected again."""
+    until, answer = time.monotonic() + LATE_SECONDS, (503, b"")
+    while answer[0] == 503 and time.monotonic() < until:
+        await asyncio.sleep(RETRY_SECONDS)
+        answer = await member.ask("GET", path, tenant)
+    return answer
+
+
 async def check(made: Site, batch: str, tenant: str, lines: int, end: str) -> dict[str, Any]:
     """Wait for the end of a batch, and compare its rows and its state on all servers."""
     state = await made.until_ended(batch, tenant, LATE_SECONDS + 30.0)
@@ -367,7 +376,7 @@ async def check(made: Site, batch: str, tenant: str, lines: int, end: str) -> di
     errors: list[dict[str, Any]] = []
     for name, found in (("output_file_id", rows), ("error_file_id", errors)):
         if state.get(name):
-            status, body = await made.members[0].ask("GET", f"/v1/files/{state[name]}/content", tenant)
+            status, body = await read(made.members[0], f"/v1/files/{state[name]}/content", tenant)
             made.harm["result files that cannot be read"] += status != 200
             found += map(json.loads, body.splitlines()) if status == 200 else []
     made.harm["lines without one row"] += load.miscounted(map(str, range(lines)), rows + errors)
@@ -379,8 +388,9 @@ async def check(made: Site, batch: str, tenant: str, lines: int, end: str) -> di
     used = sum(row["response"]["body"]["usage"]["completion_tokens"] for row in rows)
     made.harm["wrong usage"] += state["usage"]["output_tokens"] != used
     for member in made.members:
-        status, body = await member.ask("GET", f"/v1/batches/{batch}", tenant)
-        made.harm["servers that differ"] += status != 200 or json.loads(body) != state
+        status, body = await read(member, f"/v1/batches/{batch}", tenant)
+        made.harm[f"servers that answer {status}"] += status != 200
+        made.harm["servers that differ"] += status == 200 and json.loads(body) != state
     return {**state, "rows": len(rows)}
 
 
