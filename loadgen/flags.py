@@ -72,7 +72,7 @@ def add_workload(group: argparse._ArgumentGroup, *more: str, default: str = "ran
     group.add_argument(
         "--trace-format", default=None, choices=list(READERS), help="format of the trace; default: detected"
     )
-    group.add_argument("--trace-ops", default="", help="window=0:600,thin=0.5,stretch=2,repeat=3,jitter=1,scale=0.5:1")
+    group.add_argument("--trace-ops", default="", help="window=0:600,thin=0.5,stretch=2,jitter=1,scale=0.5:1")
     group.add_argument(
         "--rate-by", default="thin", choices=["thin", "stretch"], help="adjustment of a trace to --request-rate"
     )

@@ -40,11 +40,6 @@ AZURE_CODE = Lengths(
     (6, 6, 7, 9, 13, 24, 55, 90, 251, 825, 1899),
     "azure2023_code.csv.gz",
 )
-SERVEGEN = Lengths(
-    (11, 57, 58, 62, 70, 575, 1298, 2251, 3594, 8922, 14188),
-    (1, 1, 1, 1, 1, 11, 108, 161, 502, 1394, 4067),
-    "servegen_m-large_burst2h.csv.gz",
-)
 ARXIV = Lengths(
     (1, 749, 1242, 1986, 2730, 3370, 3702, 3813, 3933, 4012, 4054),
     (5, 60, 78, 115, 167, 242, 372, 736, 3271, 3844, 4056),
@@ -59,11 +54,6 @@ HUMANEVAL = Lengths(
     (29, 43, 54, 72, 99, 142, 193, 229, 301, 336, 340),
     (4, 8, 10, 20, 37, 60, 92, 108, 164, 209, 216),
     "humaneval.jsonl.gz",
-)
-GENERATION = Lengths(
-    (32, 39, 41, 46, 56, 69, 99, 125, 473, 853, 924),
-    (9, 167, 261, 658, 1447, 2560, 5148, 6144, 6144, 6144, 6144),
-    "servegen_offline_generation_sample160.csv.gz",
 )
 
 
@@ -107,9 +97,6 @@ def arrivals(lengths: Lengths, seed: int, data: Path | None) -> Trace:
 def _shape(lengths: Lengths, random: np.random.Generator) -> tuple[RateCurve, Process, float, str]:
     if lengths is AZURE_CODE:
         return on_off(random), "poisson", 1.0, "on-off with 56 % idle 10-s bins"
-    if lengths is SERVEGEN:
-        rates = np.array([2.33, 8.78, 9.40, 8.36, 4.0, 8.38])
-        return RateCurve(np.full(6, 600.0), rates), "gamma", 1.6, "a rise of x3.2 within ten minutes"
     return constant_rate(5.53), "gamma", 1.09, ""
 
 

@@ -126,23 +126,6 @@ def stretch(trace: Trace, factor: float) -> Trace:
     return replace(trace, arrived_at=trace.arrived_at * factor, span=trace.span * factor)
 
 
-def repeat(trace: Trace, times: int) -> Trace:
-    """Repeat the trace `times` times, one after another."""
-    if times < 1:
-        raise InputError("repeat needs at least 1")
-    # A mean gap between copies, so that the last and the first request do not coincide.
-    period = trace.span + (trace.span / max(1, len(trace) - 1))
-    arrived = np.concatenate([trace.arrived_at + period * copy for copy in range(times)])
-    return replace(
-        trace,
-        arrived_at=arrived,
-        input_tokens=np.tile(trace.input_tokens, times),
-        output_tokens=np.tile(trace.output_tokens, times),
-        content=trace.content * times,
-        span=period * (times - 1) + trace.span,
-    )
-
-
 def jitter(trace: Trace, width: float, seed: int) -> Trace:
     """Add uniform noise in [0, width) seconds to every time and sort again, e.g. to undo times rounded down."""
     if not (math.isfinite(width) and width >= 0):
@@ -193,7 +176,6 @@ def apply(trace: Trace, operators: str, seed: int) -> Trace:
         "window": window,
         "thin": lambda t, keep: thin(t, keep, seed),
         "stretch": stretch,
-        "repeat": lambda t, times: repeat(t, int(times)),
         "jitter": lambda t, width: jitter(t, width, seed),
         "scale": scale,
     }

@@ -231,11 +231,6 @@ def _multiturn(options: Options) -> Workload:
     return replace(made, jobs=job_of(options, lengths.ARXIV, 0), notes=notes)
 
 
-def _gen_batch(options: Options) -> Workload:
-    """Build short prompts with long answers, on average 75 in and 1,960 out."""
-    return Workload("", jobs=job_of(options, lengths.GENERATION, 160), horizon=options.duration)
-
-
 def _score_batch(options: Options) -> Workload:
     """Build longer prompts with very short answers, on average 707 in and 5 out."""
     lines = 1000 if options.offline_lines is None else options.offline_lines
@@ -258,11 +253,9 @@ WORKLOADS: dict[str, Builder] = {
     "larry-chat": _arrivals(lengths.AZURE_CONV, 1.0, "stretch"),
     "larry-code": _arrivals(lengths.AZURE_CODE, 1.0, "stretch"),
     "burst": _arrivals(lengths.AZURE_CODE),
-    "burst-rise": _arrivals(lengths.SERVEGEN),
     "llmd-491": _llmd,
     "prefix-batch": _prefix_batch,
     "chat-multiturn": _multiturn,
-    "gen-batch": _gen_batch,
     "score-batch": _score_batch,
 }
 

@@ -1,7 +1,6 @@
 """Every trace format on small literals, and the operators as properties."""
 
 import gzip
-import itertools
 import json
 
 import numpy as np
@@ -190,17 +189,6 @@ def test_stretch_scales_times_and_undoes(trace, factor) -> None:
     assert pairs(stretched) == pairs(trace)
 
 
-@given(traces_of(), st.integers(1, 4))
-def test_repeat_is_the_trace_again_and_again(trace, times) -> None:
-    repeated = traces.repeat(trace, times)
-    assert is_sound(repeated) and pairs(repeated) == pairs(trace) * times
-    copies = repeated.arrived_at.reshape(times, len(trace))
-    assert copies - copies[:, :1] == pytest.approx(
-        np.tile(trace.arrived_at - trace.arrived_at[0], (times, 1)), abs=1e-6
-    )
-    assert all(later[0] > earlier[-1] for earlier, later in itertools.pairwise(copies))
-
-
 @given(traces_of(), st.floats(0, 5), st.integers(0, 5))
 def test_jitter_moves_nobody_far_and_loses_nobody(trace, width, seed) -> None:
     moved = traces.jitter(trace, width, seed)
@@ -220,7 +208,7 @@ def test_scale_changes_lengths_alone(trace, inputs, outputs) -> None:
 
 def test_operators_compose_from_text_and_are_noted() -> None:
     trace = formats.parse(BURSTGPT, "csv")
-    done = traces.apply(trace, "repeat=2, stretch=0.5 ,scale=0.5:2", 0)
+    done = traces.apply(trace, "stretch=0.5 ,scale=0.5:2", 0)
     assert columns(done)[:2] == [(0.0, 236, 36), (20.0, 544, 460)] and done.notes[-1] == "scale=0.5:2"
     for bad in (
         "shrink=2",
@@ -228,7 +216,6 @@ def test_operators_compose_from_text_and_are_noted() -> None:
         "thin=2",
         "window=5:5",
         "stretch=x",
-        "repeat=0",
         "scale=-1",
         "jitter=-1",
         "window=1",
