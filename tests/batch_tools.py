@@ -4,8 +4,8 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from fake_engine import MODEL, FakeEngine, Served, say, serve
 
 from engine.api import EngineStats
 from engine.text.tokenizer import Tokenizer
+from gateway.batch import finish as batch_finish
+from gateway.batch import input as batch_input
 from gateway.batch.feeder import RunLine
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
@@ -194,15 +196,40 @@ async def add_batch(folder: StateFolder, content: bytes, now: int = 1_000_000, w
     return await folder.store.create_batch(batch)
 
 
+async def check_here(path: str, *limits: Any) -> batch_input.InputReport:
+    """`check_apart` in a thread."""
+
+    def check() -> batch_input.InputReport:
+        with open(path, "rb") as file:
+            return batch_input.check_input(file, *limits, str(Path(path).parent.parent / "tmp"))
+
+    return await asyncio.to_thread(check)
+
+
+@contextmanager
+def inputs_checked_here() -> Iterator[None]:
+    """Validate inputs in this process, unless the test has its own way: another one takes 0.4 s to start."""
+    with pytest.MonkeyPatch.context() as patch:
+        if batch_finish.check_apart is batch_input.check_apart:
+            patch.setattr(batch_finish, "check_apart", check_here)
+        yield
+
+
 @asynccontextmanager
 async def batch_worker(
-    root: Path, run: Any = answer, limits: BatchLimits = FAST, clock: Callable[[], float] = time.time
+    root: Path,
+    run: Any = answer,
+    limits: BatchLimits = FAST,
+    clock: Callable[[], float] = time.time,
+    apart: bool = False,
 ) -> AsyncIterator[BatchWorker]:
-    """A worker on a state folder, without a server, that is still to be started. It stops with the block."""
+    """A worker on a state folder, without a server, that is still to be started. It stops with the block. `apart`:
+    inputs are validated in a process of their own, as by `tidemill serve`."""
     folder = await open_folder(root)
     worker = make_worker(folder, limits, run, clock)
     try:
-        yield worker
+        with nullcontext() if apart else inputs_checked_here():
+            yield worker
     finally:
         await worker.stop()
         await folder.close()
@@ -229,8 +256,9 @@ async def batch_server(
     chosen = say(tokenizer, script, **options) if isinstance(script, str) else script
     engine = FakeEngine(chosen, eos_token_ids=frozenset({tokenizer.eos_token_id}))
     server = serve(engine, tokenizer, folder=folder, batch_limits=limits, **config)
-    async with server as served, client_of(served) as client:
-        yield served, client
+    with inputs_checked_here():
+        async with server as served, client_of(served) as client:
+            yield served, client
 
 
 def leftovers(root: Path) -> dict[str, list[str]]:

@@ -218,8 +218,7 @@ def test_no_fsync_and_no_rename_is_for_nothing(recorded: Recorded, tmp_path: Pat
 # ---- faults of the disk
 
 
-@pytest.mark.parametrize("code", [NO_SPACE, IO_ERROR])
-async def test_a_fault_at_any_operation_pauses_and_goes_on(tokenizer: Tokenizer, tmp_path: Path, code: int) -> None:
+async def test_a_fault_at_any_operation_pauses_and_goes_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The N-th operation fails, for every N of a whole batch, results included; nothing is lost, nothing is twice."""
     disk = FaultyDisk({})
     async with batch_server(tokenizer, tmp_path, disk=disk) as (_, client):
@@ -227,7 +226,7 @@ async def test_a_fault_at_any_operation_pauses_and_goes_on(tokenizer: Tokenizer,
         number = 0
         while True:
             file = await upload(client, content)
-            disk.count, disk.faults = 0, {number: code}
+            disk.count, disk.faults = 0, {number: NO_SPACE}
             batch = await create(client, file.id)
             ended = await until(client, batch.id)
             assert ended.status == "completed"
@@ -252,7 +251,7 @@ async def test_any_errno_pauses_a_batch_and_runs_no_line_again(
     async with batch_server(tokenizer, tmp_path, disk=disk, limits=limits) as (served, client):
         file = await upload(client, jsonl([line(i) for i in range(2)]))
         codes = errno.ESTALE, errno.ENXIO, errno.ENOMEM, errno.EACCES, errno.EINVAL
-        for code in (*codes, *sorted(errno.errorcode)[::16]):
+        for code in (*codes, *sorted(errno.errorcode)[::32]):
             before = len(served.engine.requests)
             disk.count, disk.faults = 0, dict.fromkeys(range(10), code)
             batch = await create(client, file.id)
@@ -360,33 +359,6 @@ async def test_a_disk_that_hangs_does_not_hold_up_who_asks_whether_the_server_is
             ready = await http.get(f"{served.url}/ready")
             assert (ready.status_code, ready.json()["storage"]) == (200, "the state folder does not answer")
         answers.set()
-
-
-async def test_a_full_database_pauses_and_goes_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async with batch_server(tokenizer, tmp_path) as (served, client):
-        writer = served.app.state.batches.folder.store._writer
-        file = await upload(client, jsonl([line(i) for i in range(600)]))
-
-        def limit(connection: sqlite3.Connection) -> None:
-            (pages,) = connection.execute("PRAGMA page_count").fetchone()
-            connection.execute(f"PRAGMA max_page_count = {pages}")
-
-        await writer.run(limit)
-        batch = await create(client, file.id)
-        await eventually(lambda: served.app.state.batches.jobs.paused)
-        assert (await client.batches.retrieve(batch.id)).status == "validating"
-        await writer.run(lambda c: c.execute("PRAGMA max_page_count = 1000000").fetchone())
-        await check_ended(client, await until(client, batch.id), [f"id-{i}" for i in range(600)])
-
-
-async def test_a_stop_while_the_disk_is_full_is_orderly(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    disk = FaultyDisk({})
-    async with batch_server(tokenizer, tmp_path, disk=disk) as (served, client):
-        disk.faults = dict.fromkeys(range(disk.count + 5, 10_000), NO_SPACE)
-        batch = await submit(client, jsonl([line(i) for i in range(5)]))
-        await eventually(lambda: served.app.state.batches.jobs.paused)
-    async with batch_server(tokenizer, tmp_path) as (_, client):
-        await check_ended(client, await until(client, batch.id), [f"id-{i}" for i in range(5)])
 
 
 async def test_an_input_that_somebody_removed_does_not_hold_up_the_batch(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -619,7 +591,7 @@ def readers(path: Path) -> list[str]:
 async def test_a_stop_ends_a_validation(tmp_path: Path) -> None:
     """Here it reads from a pipe that nobody writes to: the process ends with the server, and the batch begins anew."""
     content = jsonl([line(1)])
-    async with batch_worker(tmp_path, clock=lambda: 1000.0) as worker:
+    async with batch_worker(tmp_path, clock=lambda: 1000.0, apart=True) as worker:
         batch = await add_batch(worker._folder, content, now=1000, window=1000)
         path = worker._folder.file_path(batch.input_file_id)
         path.unlink()
