@@ -141,7 +141,7 @@ def check(make: Make, exact: int, cpu: int, most: int | None = None) -> None:
     fault = exact_fault(make, exact, most) if exact else None
     if fault is None and cpu >= LEAST_SIZE:
         fault = cpu_fault(make, cpu)
-    assert fault is None, fault
+    assert fault is None, f"{fault} of {make}"
 
 
 async def listed(output: RequestOutput) -> AsyncIterator[RequestOutput]:
