@@ -146,7 +146,7 @@ def _driver(number: int, rng: random.Random) -> Driver:
         offline_policy=OFFLINE_POLICIES[number // 2 % len(OFFLINE_POLICIES)],
         model=model,
         objective=objective,
-        check_every=50,
+        check_every=MAX_STEPS,
     )
 
 

@@ -130,7 +130,7 @@ def test_twins_find_v_behind_k_or_by_its_table() -> None:
             attend(q[:count], cache.view._replace(pair=0), work, scratch, outs[1], layer=cache.layer)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[-1:], ids=str)
 def test_decode_merges_more_splits_than_one_tile(dtype: torch.dtype) -> None:
     case = Case(kv_heads=1)
     work = decode_both(case.cache([1300, 40], dtype), case, [1300, 40], [0, 1], dtype)
@@ -224,7 +224,7 @@ def prefill_scratch(work: PrefillWork, out: Tensor) -> Scratch:
 
 @pytest.mark.parametrize(
     ("case", "dtype", "slots"),
-    [*((*pair, 10) for pair in typed(CASES, 1)), *((*pair, 0) for pair in typed(SHAPES))],
+    [*((*pair, 10) for pair in typed(CASES, 1)), *((*pair, 0) for pair in typed(SHAPES[::3]))],
     ids=case_id,
 )
 def test_prefill(case: Case, dtype: torch.dtype, slots: int) -> None:
@@ -262,7 +262,7 @@ def test_prefill_of_a_bucket_merges_what_is_there() -> None:
         assert_same(actual, expected, torch.float32)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_prefill_of_random_chunks(seed: int) -> None:
     rng = np.random.default_rng(seed)
     positions, sizes = rng.integers(0, 100, 4), rng.integers(1, 50, 4)
@@ -273,7 +273,7 @@ def test_prefill_of_random_chunks(seed: int) -> None:
     prefill_both(case.cache(lengths, torch.float32), case, chunks, int(sizes.sum()) + 1, torch.float32)
 
 
-@pytest.mark.parametrize("window", [1, 32, 70])
+@pytest.mark.parametrize("window", [1, 70])
 def test_prefill_sees_a_window(window: int) -> None:
     """Rows of a tile that see nothing of its first keys, chunks that begin inside of a window and behind it."""
     chunks = [[0, 0, 1, 76], [1, 1, 37, 0], [2, 38, 60, 131], [3, 98, 5, 59]]

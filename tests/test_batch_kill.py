@@ -184,9 +184,9 @@ async def test_a_hundred_kills(tmp_path: Path) -> None:
     await kill_loop(tmp_path, 100, seed=int(os.environ.get("TIDEMILL_KILL_SEED", secrets.randbelow(2**32))))
 
 
-@pytest.mark.parametrize("death", ["commit:5", "rename:4", "rename:3"])
+@pytest.mark.parametrize("death", ["commit:5", "rename:3"])
 async def test_a_kill_at_a_chosen_moment(tmp_path: Path, death: str) -> None:
-    """In validation (its lines have just been indexed), before and after the rename of the results."""
+    """In validation (its lines have just been indexed), and after the rename of the results."""
     folder = str(tokenizer_folders.byte_level(tmp_path / "tokenizer"))
     names = [str(number) for number in range(300)]
     job = Job(jsonl([line(name, max_tokens=2) for name in names]))

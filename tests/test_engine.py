@@ -346,7 +346,7 @@ async def test_a_planner_that_fails_never_harms_an_online_request(plan_offline: 
     engine = make_planned_engine(plan_offline)
     await engine.start()
     job = await submit_one(engine, make_request("job", range(5), 50, request_class=RequestClass.OFFLINE))
-    chat = make_request("chat", range(9), 40)
+    chat = make_request("chat", range(9), 10)
     tokens, final = await collect(engine, chat)
     assert tokens == solo(chat, VOCAB) and final.finish_reason is FinishReason.LENGTH
     await job.aclose()

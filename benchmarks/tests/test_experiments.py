@@ -203,23 +203,6 @@ def crowd(count: int = 40) -> Scenario:
     return Scenario(tuple(sorted(rows)))
 
 
-def test_larry_on_a_tiny_window() -> None:
-    spec = replace(CODE, max_num_seqs=32)
-    config = replace(larry.CONFIG, machine=spec, window=6.0, warm_up=1.0, factors=(1.0,), rates=(("chat", 15.0),))
-    results = larry.run_seed(config, None, 0, 1, say)
-    names = [arm.name for arm in larry.arms(1)]
-    assert [larry._arm_of(r) for r in results] == names and len(set(names)) == len(names)
-    assert {r.policy for r in results} == {"fcfs", "no-preempt", "random", "trail+", "larry"}
-    found = {larry._arm_of(r): r for r in results}
-    assert all(number(r, "unfinished") == 0 for r in results)
-    assert number(found["larry alpha 1"], "ttft_p50") < number(found["fcfs"], "ttft_p50")
-    assert found["larry alpha 500"].setting["alpha"] == 500.0
-    header, rows = larry.summary(results)
-    assert len(rows) == len(names) and all(len(row) == len(header) for row in rows)
-    assert set(larry.figures(results)) == {"larry-chat-p50", "larry-chat-p95"}
-    assert results == larry.run_seed(config, None, 0, 1, say)
-
-
 def test_the_age_guard_bounds_what_larry_lets_wait() -> None:
     machine = build_machine(replace(CODE, max_num_seqs=4))
     plain, guarded = (Setting(online_policy="larry:0.0001", ttft=ttft) for ttft in (math.inf, 0.5))
