@@ -16,7 +16,7 @@ from fake_engine import MODEL, FakeEngine, Script, Served, say, serve
 from fixtures import StartServer, refuse_blocking
 from test_batches_api import check_types
 from test_messages_api import TOOLS, ask
-from test_responses_api import THINKS
+from test_responses_api import THINKS, prompt_of
 from test_tools import TEMPLATE, TWO, scripted
 
 from engine.api import EngineRequest
@@ -55,7 +55,8 @@ async def test_a_stream_gives_what_a_whole_message_has(tmp_path: Path) -> None:
 
 async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
     """Objects of the SDK as they are, results of the tools, and its typed errors."""
-    async with scripted(tmp_path, f"<think>hm</think>\n\n{TWO}", THINKS) as served, sdk(served) as client:
+    template = THINKS.replace("{{ message.content", "({{ message.reasoning_content }}){{ message.content")
+    async with scripted(tmp_path, f"<think>hm</think>\n\n{TWO}", template) as served, sdk(served) as client:
         messages: list[Any] = [{"role": "user", "content": "Weather?"}]
         fields: Any = {"model": ask()["model"], "max_tokens": 300, "tools": TOOLS, "messages": messages}
         first = await client.messages.create(**fields)
@@ -65,9 +66,15 @@ async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
             for block in first.content
             if block.type == "tool_use"
         ]
-        messages.append({"role": "user", "content": results})
+        messages.append({"role": "user", "content": [*results, {"type": "text", "text": "Go on"}]})
         second = await client.messages.create(**fields)
         assert second.id != first.id and second.stop_reason == "tool_use"
+        prompt = prompt_of(served)
+        roles = [part.split("\n")[0] for part in prompt.split("<|im_start|>")[1:]]
+        assert roles[-6:] == ["user", "assistant", "tool", "tool", "user", "assistant"]
+        said = prompt.split("<|im_start|>assistant\n")[1]
+        assert said.startswith("(hm)Wait.<tool_call>") and '"arguments": {"city": "Rome", "days": 2}' in said
+        assert said.count("<tool_call>") == 2 and "Go on" in said
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.create(**{**fields, "model": "other"})
         with pytest.raises(anthropic.BadRequestError, match="stop_sequences") as caught:

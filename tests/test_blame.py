@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from driver import Driver, is_error, make_request
 from fakes.runner import FakeRunner, solo
 from faulty_runner import FaultyRunner, Work, poison
@@ -78,17 +77,6 @@ def test_a_failure_of_the_engine_does_not_count_against_one_alone() -> None:
     assert blame.passed({"a": 6}) == ["a"]
 
 
-def test_requests_that_end_are_no_suspects() -> None:
-    blame = Blame()
-    blame.failed({"a": 5, "b": 5, "c": 5})
-    blame.forget("a")
-    assert blame.judge(0.0) is None
-    blame.forget("b")
-    assert blame.on_trial(0.0) == ("c",)
-    blame.forget("c")
-    assert blame.on_trial(0.0) == () and not blame.suspects
-
-
 def test_a_trial_that_took_the_place_of_others_comes_before_they_start_again() -> None:
     core = EngineCore(SchedulerConfig(num_units=2 * 64, max_model_len=64, block_size=BLOCK))
     core.add_request(make_request("suspect", [1] * 8), 0.0)
@@ -132,18 +120,6 @@ def check(driver: Driver, requests: list[EngineRequest], guilty: set[str] = froz
         else:
             assert final.finish_reason is FinishReason.LENGTH, request.request_id
         assert driver.outputs[request.request_id] == expected
-
-
-@pytest.mark.parametrize("neighbours", [8, 64])
-@pytest.mark.parametrize("at", [0, 5, 9], ids=["at-once", "end-of-prompt", "in-mid-answer"])
-def test_one_poison_ends_nobody_else(depth: int, neighbours: int, at: int) -> None:
-    driver, runner = make_driver(poison({"bad"}, at), depth, num_units=2 * 512)
-    innocent = [make_request(str(i), [i % VOCAB, i // VOCAB, 3, 4, 5], 12) for i in range(neighbours)]
-    bad = make_request("bad", [7, 7, 7, 4, 5], 12)
-    driver.add(*innocent[: neighbours // 2], bad, *innocent[neighbours // 2 :])
-    driver.run()
-    check(driver, [*innocent, bad], {"bad"})
-    assert len(runner.failures) <= math.ceil(math.log2(neighbours + 1)) + LONE_FAILURES
 
 
 def test_whoever_was_not_in_the_step_goes_on_while_suspects_are_tried() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import predictor
 from engine import __version__
 from engine.config import EngineConfig
 from engine.refusals import is_loopback
@@ -54,6 +55,23 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 # ---- imports and commands
+
+
+PREDICTOR = ", ".join(f"predictor.{path.stem}" for path in Path(predictor.__path__[0]).glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("engine.core, engine.api, engine.engine, loadgen.simulate", "torch"),
+        ("engine.models.spec, engine.models.hub", "torch transformers numpy"),
+        (PREDICTOR, "numpy scipy torch engine gateway"),
+    ],
+)
+def test_modules_load_no_heavy_library(modules: str, heavy: str) -> None:
+    code = f"import sys, {modules}; print(*sorted({set(heavy.split())} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("", "")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["version"], ["serve", "--port", "x"]])

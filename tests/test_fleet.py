@@ -98,18 +98,6 @@ async def test_requests_are_shared_out_and_answered_as_by_one_engine(
         await until_idle(fleet)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fault", ["before:2", "frame:2", "hang:3", "loop:2", "block:3"])
-async def test_streams_end_as_if_no_engine_had_died(
-    fault: str, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
-) -> None:
-    silence = StepLimits(unknown=3.0) if fault == "block:3" else SILENCE
-    async with fleet_of(tmp_path, fault, "", silence=silence) as fleet:
-        assert await answers(fleet) == undisturbed
-        stats = await fleet.stats()
-        assert sum(stats.restarts.values()) == 1
-        await until_idle(fleet)  # type: ignore[arg-type]
-
-
 async def test_what_was_not_begun_goes_to_a_living_engine(tmp_path: Path) -> None:
     """The engine never comes back: what it had not begun is answered all the same, and the fleet is ready."""
     async with fleet_of(tmp_path, "before:1,ready:1:2-99", "") as fleet:

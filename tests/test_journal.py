@@ -280,18 +280,6 @@ def journal(root: Path, base: Base) -> Path:
     return root / "journals" / base.batch.id
 
 
-@pytest.mark.parametrize("number", range(ENDED + 1))
-@pytest.mark.parametrize("extra", [-1, 0, 1])
-def test_a_journal_that_is_cut_at_every_row(base: Base, number: int, extra: int) -> None:
-    ends = [0, *(start + length for _, start, length in base.places)]
-    if not 0 <= ends[number] + extra <= ends[-1]:
-        return
-    whole = sum(end <= ends[number] + extra for end in ends[1:])
-    asyncio.run(
-        check_damage(base, lambda root, base: os.truncate(journal(root, base), ends[number] + extra), ENDED - whole)
-    )
-
-
 def nothing_but_zeros(root: Path, base: Base) -> None:
     path = journal(root, base)
     path.write_bytes(bytes(path.stat().st_size))
@@ -335,7 +323,9 @@ def test_damage_of_journal_and_index(base: Base, damage: Damage, lost: int | Non
 def test_any_damage_of_the_journal_costs_exactly_its_rows(base: Base, data: st.DataObject) -> None:
     size = (base.root / "journals" / base.batch.id).stat().st_size
     changes = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, 255)), max_size=4))
-    end = data.draw(st.one_of(st.none(), st.integers(0, size)))
+    ends = [start + length + extra for _, start, length in base.places for extra in (-1, 0, 1)]
+    cuts = st.sampled_from([at for at in ends if at <= size]) | st.integers(0, size)
+    end = data.draw(st.none() | cuts)
     tail = data.draw(st.binary(max_size=20))
 
     def damage(root: Path, base: Base) -> None:

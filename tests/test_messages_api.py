@@ -150,28 +150,6 @@ async def test_forms_of_answers_and_required_calls(tmp_path: Path) -> None:
     assert calls is not None and '"ok"' not in calls.text and "weather" in calls.text
 
 
-async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
-    template = THINKS.replace("{{ message.content", "({{ message.reasoning_content }}){{ message.content")
-    async with scripted(tmp_path, f"<think>hm</think>\n\n{TWO}", template) as served:
-        first = (await post(served, tools=TOOLS)).json()
-        results = [
-            {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "Sun"}]}
-            for block in first["content"]
-            if block["type"] == "tool_use"
-        ]
-        history = [
-            {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": first["content"]},
-            {"role": "user", "content": [*results, {"type": "text", "text": "Go on", "cache_control": {}}]},
-        ]
-        assert (await post(served, tools=TOOLS, messages=history)).status_code == 200
-    roles = [part.split("\n")[0] for part in prompt_of(served).split("<|im_start|>")[1:]]
-    assert roles[-6:] == ["user", "assistant", "tool", "tool", "user", "assistant"]
-    said = prompt_of(served).split("<|im_start|>assistant\n")[1]
-    assert said.startswith("(hm)Wait.<tool_call>") and '"arguments": {"city": "Rome", "days": 2}' in said
-    assert said.count("<tool_call>") == 2 and "Go on" in said
-
-
 async def test_what_claude_code_sends(tmp_path: Path) -> None:
     """The line that it puts before its instructions changes with every request: the prompt must not."""
     prompts = []

@@ -48,19 +48,6 @@ def test_a_chunk_takes_its_free_blocks_at_once() -> None:
     assert len(driver.outputs["long"]) == 20
 
 
-def test_published_blocks_survive_release_until_evicted() -> None:
-    pool = BlockPool(4)
-    pool.complete_step(0)
-    block = pool.allocate(CacheKind.KV, online=False)
-    assert block is not None
-    pool.publish(block, b"h")
-    pool.release(block, last_step=0)
-    assert pool.find(b"h") is block and pool.find(b"missing") is None
-    assert pool.allocate(CacheKind.KV, online=True) is not None
-    assert pool.allocate(CacheKind.KV, online=True) is not None, "the cached block is evicted for it"
-    assert pool.find(b"h") is None
-
-
 def test_double_release_is_caught() -> None:
     pool = BlockPool(2)
     block = pool.allocate(CacheKind.KV, online=True)
@@ -101,57 +88,6 @@ def test_a_pool_grows_behind_its_end_and_uses_new_units_last() -> None:
     assert {*blocks[0].entry.units, *blocks[1].entry.units} == {0, 1, 2, 3}
     assert set(blocks[2].entry.units) == {4, 5}
     check_pool(pool, blocks)
-
-
-def test_a_pool_that_shrinks_never_hands_out_what_retires() -> None:
-    pool = BlockPool(6)
-    low, high = take_kv(pool), take_kv(pool)
-    pool.shrink(4)
-    assert pool.num_units == 2 and pool.num_available_units == 0, "units 4 and 5 were free and are gone"
-    assert pool.num_retiring_units == 2 and set(high.entry.units) == {2, 3}
-    pool.publish(high, b"h")
-    assert pool.find(b"h") is None, "a block that retires is offered to nobody"
-    pool.acquire(high, online=True)
-    check_pool(pool, [low, high, high])
-    for _ in range(2):
-        pool.release(high, last_step=3)
-    assert pool.num_retiring_units == 2, "a step may still touch it"
-    pool.complete_step(3)
-    assert pool.num_retiring_units == 0
-    pool.release(low, last_step=3)
-    assert pool.num_available_units == 2
-    check_pool(pool, [])
-
-
-def test_cached_and_published_blocks_behind_the_end_are_withdrawn() -> None:
-    pool = BlockPool(6)
-    blocks = [take_kv(pool) for _ in range(3)]
-    for number, block in enumerate(blocks):
-        pool.publish(block, bytes([number]))
-    for block in blocks[:2]:
-        pool.release(block, last_step=-1)
-    assert pool.num_cached_units == 4
-    pool.shrink(4)
-    assert pool.num_cached_units == 2 and pool.find(b"\x01") is None
-    assert pool.find(b"\x02") is None, "its holder keeps it, the index does not"
-    assert pool.num_retiring_units == 2
-    check_pool(pool, blocks[2:])
-
-
-def test_growing_back_keeps_what_was_about_to_retire() -> None:
-    pool = BlockPool(6)
-    held = [take_kv(pool) for _ in range(2)]
-    pool.shrink(6)
-    assert pool.num_units == 0 and pool.num_retiring_units == 4
-    pool.grow(3)
-    assert pool.num_retiring_units == 1 and pool.num_available_units == 0, "units 0 to 2 are held"
-    pool.grow(3)
-    assert pool.num_retiring_units == 0 and pool.num_available_units == 2
-    pool.publish(held[1], b"h")
-    assert pool.find(b"h") is held[1]
-    check_pool(pool, held)
-    with pytest.raises(AssertionError, match="units that it has"):
-        pool.shrink(7)
 
 
 kinds = st.sampled_from(HELD)

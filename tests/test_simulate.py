@@ -1,8 +1,6 @@
 """The simulator: prompts as the load generator sends them, the prefix cache, and measured profiles as devices."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,11 +45,6 @@ def test_a_single_run_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
 def test_what_cannot_be_run_is_said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate.main(arguments) == 2
     assert capsys.readouterr().err.startswith("tidemill simulate: ")
-
-
-def test_the_simulator_needs_no_torch() -> None:
-    code = "import sys, loadgen.simulate; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def options(**more: object) -> workloads.Options:
