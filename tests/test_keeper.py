@@ -525,7 +525,7 @@ def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monk
     assert ttfts["bounded"] - base < 0.6 * bounded.idle, "half of such a step on average"
     keeper.set_budget(BudgetParams("tidemill", 0.2), "searched")
     assert objectives[-1].idle == bounded.idle, "a replay shows what it does beside chats"
-    waits = ArrivalWaits.of(LIMITS, MODEL, [200], 2.0)
+    waits = ArrivalWaits.of(LIMITS, MODEL, [("default", 200)], 2.0)
     searched, held = (waits.objective(LIMITS, BudgetParams("tidemill", 0.2), searched=each) for each in (True, False))
     assert searched.idle_limit == 0.2, "it was replayed with its own steps"
     assert held.idle == 0.2 < waits.idle and math.isinf(waits.mean), "a limit of half a second needs none of this"
@@ -542,7 +542,7 @@ def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monk
 def test_a_tolerance_is_kept_where_chats_meet_nothing_but_offline_work(prompt: int) -> None:
     """5 % of a short prompt are less than half of the smallest step: offline steps take turns with rests."""
     slo = SLO.parse("ttft_mean=5%")
-    waits = ArrivalWaits.of(slo, MODEL, [prompt], 2.0)
+    waits = ArrivalWaits.of(slo, MODEL, [("default", prompt)], 2.0)
     budget = BudgetParams("tidemill", 0.05)
     base = mean_ttft(idle_run(waits.objective(slo, budget, searched=True), offline=False, prompt=prompt))
     for searched in (True, False):
@@ -558,8 +558,10 @@ def test_who_has_not_come_for_long_is_not_waited_for() -> None:
     """At night nothing rests; with one chat in ten minutes it does not rest long after each."""
     slo = SLO.parse("ttft_mean=5%")
     for rate, awaited in ((2.0, SHORTEST_AWAITED), (0.05, 60.0), (1 / 900, 600.0), (0.0, 600.0)):
-        assert ArrivalWaits.of(slo, MODEL, [40], rate).awaited == pytest.approx(awaited)
-    objective = ArrivalWaits.of(slo, MODEL, [40], 2.0).objective(slo, BudgetParams("tidemill", 0.05), searched=True)
+        assert ArrivalWaits.of(slo, MODEL, [("default", 40)], rate).awaited == pytest.approx(awaited)
+    objective = ArrivalWaits.of(slo, MODEL, [("default", 40)], 2.0).objective(
+        slo, BudgetParams("tidemill", 0.05), searched=True
+    )
     always = idle_run(replace(objective, wait=math.inf), prompt=40, chats=1)
     never = idle_run(replace(objective, awaited=math.inf), prompt=40, chats=1)
     run = idle_run(objective, prompt=40, chats=1)  # one at the beginning of 32 s
@@ -579,7 +581,7 @@ def test_the_first_chats_say_how_long_others_may_wait(monkeypatch: pytest.Monkey
         keeper.on_arrival(RequestClass.ONLINE, float(index))
         keeper.on_step(STEP, 0.01, [output], index + 0.1)
     assert len(objectives) == 3, "after 1, 2 and 4"
-    assert objectives[-1].wait == pytest.approx(ArrivalWaits.of(keeper.slo, keeper.model, [40], 1.0).mean)
+    assert objectives[-1].wait == pytest.approx(ArrivalWaits.of(keeper.slo, keeper.model, [("default", 40)], 1.0).mean)
     assert objectives[-1].wait < ArrivalWaits.of(keeper.slo, keeper.model, [], 1.0).mean / 2
 
 
