@@ -1,12 +1,13 @@
 """Batches on the virtual clock: the error of the ETA, and the makespan by learned order against the order of prefixes.
 
-    python -m benchmarks lengths [--lines 4000] [--shape steady double sine none] [--seed 1]
+    python -m benchmarks lengths [--lines 4000] [--shape steady double sine day none] [--seed 1]
 
 The batch worker of the server (store, feeder, forecast) runs on the virtual clock over the engine's core, whose steps
 take the time of a latency model with noise. Lines are of three kinds with long common prefixes: a third is classified
 in a few tokens, a third is summarized, where the answer grows with the text, and a third (`--essays`) is an essay of
 600 tokens on average. Answer lengths are drawn per line; nothing but the finished lines tells the server of them. The
-ETA is compared with that of an oracle that knows all lengths, and expects the mean pace so far for the rest.
+ETA is compared with that of an oracle that knows all lengths, and expects the mean pace so far for the rest. `day` is
+the load of `sine` on a server for which a period is a day, so that it expects the load by time of day after two.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from engine.scheduling.planner import OfflinePlan, whole
 from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, VirtualDriver
+from gateway.batch import pace
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.worker import BatchWorker
@@ -38,7 +40,7 @@ from gateway.store.objects import TERMINAL, BatchJob, FileObject, Usage, new_bat
 from predictor.online import OnlineModel
 from predictor.slo import SLO
 
-SHAPES = ("steady", "double", "sine", "none")
+SHAPES = ("steady", "double", "sine", "day", "none")
 MACHINE = MachineSpec("llama-3-8b", "a100-80gb", prefix_caching=True)
 OBJECTIVES = "ttft_p99=1s,tbt_p99=0.1s"
 RATE, PERIOD = 6.0, 120.0
@@ -257,6 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     machine = build_machine(MACHINE, args.seed)
     for shape in args.shape:
+        pace.DAY = PERIOD if shape == "day" else 86_400.0
         ends = []
         for name, tail_lines in (("by rank", 0), ("learned order", BatchLimits().tail_lines)):
             begin = time.perf_counter()

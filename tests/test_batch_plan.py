@@ -23,12 +23,13 @@ from engine.limits import SchedulerConfig
 from engine.scheduling.ledger import token_costs
 from engine.scheduling.report import report_stats
 from engine.text.tokenizer import Tokenizer
+from gateway.batch import pace as pace_module
 from gateway.batch.forecast import LEAST_LINES, STEP_JOBS, Forecast
 from gateway.batch.lengths import AnswerLengths, LineLengths
 from gateway.batch.line import HEAD_ANSWERS, read_head
 from gateway.batch.line_order import Runs
 from gateway.batch.metrics import MAX_SHOWN, BatchCollector
-from gateway.batch.pace import Pace
+from gateway.batch.pace import OnlineUse, Pace
 from gateway.batch.shares import MAX_WORK, URGENT_SHARE, JobLoad, Shares
 from gateway.store.objects import BatchJob, BatchStatus, LineRef, Usage
 from predictor.model import LatencyModel
@@ -158,6 +159,30 @@ def test_work_far_ahead_is_expected_at_the_pace_of_a_longer_time() -> None:
             assert pace.seconds(sum(work[minute + 1 : minute + 1201]), None) == pytest.approx(72_000.0, rel=0.1)
 
 
+def test_online_load_is_expected_by_time_of_day_from_the_third_day_on() -> None:
+    """Chats take up to 90 % of the machine at noon. Batch work runs in every other hour."""
+    pace, online, used, day = Pace(), OnlineUse(), 0.0, 1440
+
+    def load(minute: int) -> float:
+        quiet = 0.3 if minute >= 4 * day else 1.0
+        return quiet * (0.45 - 0.45 * math.cos(2.0 * math.pi * minute / day))
+
+    for minute in range(4 * day + day // 2):
+        if minute % 360 == 0 and 0 < minute <= 4 * day:
+            ahead = [60.0 * (1.0 - load(later % day)) for later in range(minute, minute + 12 * 60)]
+            room = online.room()
+            assert (room is not None) == (minute > 2 * day)
+            if room is not None:
+                assert pace.seconds(0.8 * sum(ahead), online.left, room) == pytest.approx(12 * 3600.0, rel=0.1)
+                assert room.until(room.seconds(9e4)) == pytest.approx(9e4) and room.seconds(1e6) > 1e6
+        used += 60.0 * load(minute)
+        online.advance(60.0 * minute, (used, 0.0), TokenCosts(1.0, 1.0))
+        pace.advance(60.0 * minute, minute // 60 % 2 == 0, left=online.left_last)
+        if minute // 60 % 2 == 0:
+            pace.line_ended(100, Usage(), 0.8 * 60.0 * (1.0 - load(minute)))
+    assert online.room() is None, "a day of much less load is none of those known"
+
+
 def test_a_batch_that_runs_whole_ends_with_its_longest_line() -> None:
     """50 lines of 50 tokens have ended, 50 with 100 tokens so far run at 20 ms a step, with room for all."""
     stats = EngineStats(token_costs=TokenCosts(0.0, 1e-6), running={RequestClass.OFFLINE: 50}, job_tokens={"x": 5000})
@@ -183,13 +208,20 @@ CHATS: dict[str, Callable[[float], float]] = {
     "double": lambda _: 0.8,
     "sine": lambda now: 0.4 - 0.4 * math.cos(now / 10.0),
 }
+CHATS["day"] = CHATS["sine"]
+PERIOD = 20.0 * math.pi
 
 
 @pytest.mark.parametrize("shape", CHATS)
-def test_the_end_is_known_within_15_percent_from_a_fifth_of_the_lines_on(shape: str) -> None:
+def test_the_end_is_known_within_15_percent_from_a_fifth_of_the_lines_on(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chats take a share of 1,000 tokens/s; 64 lines share the rest. Answers have about 4, 40 or 400 tokens
     by prefix; the last lines run longest first.
-    Of a sine, only averages over whole periods can be known."""
+    Of a sine, only averages over whole periods can be known, unless two periods were seen and each is a day."""
+    if shape == "day":
+        monkeypatch.setattr(pace_module, "DAY", PERIOD)
+    since, least = (2.0 * PERIOD, 60.0) if shape == "day" else (0.0, 130.0)
     draw, now, used, usage, looks = Random(4), 0.0, 0.0, Usage(), list[tuple[float, float, float | None]]()
     means = [(4, 40, 400)[rank // 250 % 3] for rank in range(3000)]
     lengths = [1.0 + draw.gauss(mean, 0.3 * mean) for mean in means]
@@ -216,7 +248,8 @@ def test_the_end_is_known_within_15_percent_from_a_fifth_of_the_lines_on(shape: 
                 learned.add(LineRef(rank, rank, 0, 1), int(lengths[rank]))
                 usage = usage.plus(Usage(1, 0, int(lengths[rank])))
                 forecast.line_ended(1, Usage(1, 0, int(lengths[rank])))
-    late = [((eta or 0.0) - now) / (now - at) for done, at, eta in looks if done >= 0.2 and now - at >= 130.0]
+    looks = [look for look in looks if look[0] >= 0.2 and since <= look[1] <= now - least]
+    late = [((eta or 0.0) - now) / (now - at) for _, at, eta in looks]
     assert len(late) > 100 and max(map(abs, late)) <= 0.15
 
 

@@ -5,7 +5,8 @@ applies to other jobs. The remaining work of a job follows from the bytes of its
 finished lines; before enough lines have finished, from the averages of all jobs, capped by the lines' answer limits.
 Output of unfinished lines counts as done, less the price of computing it again as a prompt, since a preemption may cost
 that. The pace is the work per second while batch work was present: for the next minutes that of the last minutes, for
-later work that of a longer time. At first it is the share of the machine that current online work leaves free.
+later work that of a longer time. At first it is the share of the machine that current online work leaves free. After
+two days the pace is that per second which online work leaves, and online work is expected by time of day.
 
 A job is at risk if it would end too late with all jobs served equally. The priority given to jobs at risk does not
 enter this decision, so it cannot reverse it.
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from engine.api import EngineStats, RequestClass, TokenCosts
 from gateway.batch.lengths import LineLengths
-from gateway.batch.pace import OnlineUse, Pace
+from gateway.batch.pace import OnlineUse, Pace, Room
 from gateway.batch.shares import JobLoad, Shares
 from gateway.store.objects import BatchJob, Usage
 
@@ -94,6 +95,7 @@ class Forecast:
         self._stats = EngineStats()
         self._step_seconds = 0.0
         self._online = OnlineUse()
+        self._room: Room | None = None
         self._alike = Shares()
         self._helped = Shares()
         self._added: dict[str, Outlook] = {}
@@ -116,7 +118,8 @@ class Forecast:
         """Do the work of `update` in steps of well under 1 ms; the old outlooks stay valid until the last step."""
         self._look(now)
         prices = self._prices()
-        self.pace.advance(now, bool(jobs), (prices.decode - min(prices)) * sum(self._stats.job_tokens.values()))
+        held = (prices.decode - min(prices)) * sum(self._stats.job_tokens.values())
+        self.pace.advance(now, bool(jobs), held, self._online.left_last)
         self._added = {}
         alike, helped, outlooks = Shares(), Shares(), {}
         loads: list[tuple[BatchJob, JobLoad, TokensLeft]] = []
@@ -183,7 +186,7 @@ class Forecast:
         first = None if self._stats.token_costs is None else self._online.left
         own = self.pace.rate
         share = 1.0 if own is None else own / (own + self.elsewhere)
-        seconds = self.pace.seconds(share * shares.seconds(load, 1.0, is_new=is_new), first)
+        seconds = self.pace.seconds(share * shares.seconds(load, 1.0, is_new=is_new), first, self._room)
         return max(seconds, left.longest * self._step_seconds)
 
     def _look(self, now: float) -> None:
@@ -191,6 +194,7 @@ class Forecast:
         if (steps := self._stats.steps - before.steps) > 0:
             self._step_seconds = (self._stats.step_seconds - before.step_seconds) / steps
         self._online.advance(now, self._stats.online_tokens, self._prices())
+        self._room = None if self._stats.token_costs is None else self._online.room()
 
     def _output_per_line(self, answers: Sequence[float]) -> float:
         """Return the mean output tokens over all jobs, capped by the answer limits of this job's lines."""
