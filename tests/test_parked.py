@@ -85,6 +85,20 @@ def test_only_what_is_needed_leaves_from_the_tail() -> None:
     shelf.check()
 
 
+def test_a_long_prompt_moves_what_its_first_chunk_needs() -> None:
+    """Of 32 units 8, half of which are free; all that it needs, and the reserve for others, could be moved."""
+    shelf = Shelf(40, None)
+    parked = shelf.park([KV] * 18, 70)
+    spec = EngineRequest("long", tuple(range(200, 260)), SamplingParams(max_tokens=4), RequestClass.ONLINE)
+    request = Request(spec, RequestTimes(0.0), 9)
+    claim = shelf.cache.claim(request)
+    assert claim.units == 32 and not shelf.cache.make_way(request, claim, 16, 9, 0, online=True)
+    assert where(parked) == 18 * "d"
+    assert shelf.cache.make_way(request, claim, 16, 8, 0, online=True)
+    assert where(parked) == 16 * "d" + "hh" and shelf.pool.num_available_units == 8
+    shelf.check()
+
+
 def test_dear_copies_drop_the_tail() -> None:
     shelf = Shelf(40, DEAR_COPIES)
     request = shelf.park([KV] * 5, 18)

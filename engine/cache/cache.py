@@ -137,6 +137,36 @@ class Cache:
         units += count_units(elsewhere)
         return Claim(hits, num_tokens, num_compact, units, copied_bytes, goes_on, len(published))
 
+    def make_way(
+        self, request: Request, claim: Claim, length: int, reserve: int, step_id: int, *, online: bool
+    ) -> bool:
+        """Return whether an online request can start. Move parked blocks for its first `length` new tokens, if needed.
+
+        Later chunks move the rest: no step waits for the copies of a whole prompt. A hit held only by a victim becomes
+        idle when the victim is preempted; taking the hit then uses an available unit.
+
+        Args:
+            reserve: Units that must stay available or movable.
+            online: Whether parked blocks of waiting online requests may be moved, too.
+        """
+        device, movable = self.device, self.parked.num_units(online=online, but=request)
+        if claim.units + device.num_idle_units(claim.hits) + reserve > device.num_available_units + movable:
+            return False
+        units = self._first_units(request, claim, length)
+        missing = units + device.num_idle_units(claim.hits) - device.num_available_units
+        if 0 < missing <= movable:
+            self.parked.reclaim(missing, step_id, online=online, but=request, spared=frozenset(claim.hits))
+        return units + device.num_idle_units(claim.hits) <= device.num_available_units
+
+    def _first_units(self, request: Request, claim: Claim, length: int) -> int:
+        """Return the units of a claim that its first `length` new tokens and the blocks from the host need."""
+        if request.cache_map.kind.form.compact or claim.num_compact:
+            return claim.units
+        known = (*claim.hits, *request.cache_map.blocks[len(claim.hits) :])
+        missing = -(-(claim.num_tokens + length) // self._config.block_size) - len(known)
+        elsewhere = count_units(block for block in known if not block.on_device)
+        return min(claim.units, elsewhere + UNITS_PER_BLOCK * max(0, missing))
+
     def _goes_on(self, request: Request, num_found: int) -> int | None:
         """Return the step that copies the first missing block of a prefix to the host, or None."""
         hashes = request.cache_map.hashes

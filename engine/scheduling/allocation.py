@@ -37,8 +37,8 @@ class Allocation:
         # Deferred units that requests of this step already wait for: these need no further victim.
         self._stalled_units = 0
 
-    def make_room(self, request: Request, claim: Claim) -> bool:
-        """Return whether a row and the claim's units are available now.
+    def make_room(self, request: Request, claim: Claim, length: int) -> bool:
+        """Return whether a row and the claim's units are available, those of its first `length` new tokens now.
 
         An online request may preempt others to get them.
         """
@@ -47,7 +47,7 @@ class Allocation:
             return False
         if request.request_class is RequestClass.OFFLINE:
             return bool(state.free_rows) and self._make_offline_room(request, claim)
-        if state.free_rows and self._has_units(request, claim, online=False):
+        if state.free_rows and self._has_units(request, claim, length, online=False):
             return True
         missing = self._needed(claim) - pool.num_available_units - pool.num_deferred_units
         if state.free_rows and missing <= 0:
@@ -55,19 +55,12 @@ class Allocation:
         victims = self._victims.for_start(request, claim, missing, online=False)
         for victim in victims or self._victims.for_start(request, claim, missing, online=True):
             state.preempt(victim, "online", self._now)
-        return bool(state.free_rows) and self._has_units(request, claim, online=True)
+        return bool(state.free_rows) and self._has_units(request, claim, length, online=True)
 
-    def _has_units(self, request: Request, claim: Claim, *, online: bool) -> bool:
-        """Return whether the claim's units are available for an online request, moving parked blocks if that is enough.
-
-        A hit held only by a victim becomes idle when the victim is preempted; taking the hit then uses an available
-        unit. `online`: whether parked blocks of waiting online requests may be moved, too.
-        """
-        pool, parked = self._pool, self._cache.parked
-        missing = self._needed(claim) - pool.num_available_units
-        if 0 < missing <= parked.num_units(online=online, but=request):
-            parked.reclaim(missing, self._step_id, online=online, but=request, spared=frozenset(claim.hits))
-        return self._needed(claim) <= pool.num_available_units
+    def _has_units(self, request: Request, claim: Claim, length: int, *, online: bool) -> bool:
+        """See `Cache.make_way`; the reserve is for the prompts in progress."""
+        reserve = self._state.prompt_reserve(self.prompts)
+        return self._cache.make_way(request, claim, length, reserve, self._step_id, online=online)
 
     def _needed(self, claim: Claim) -> int:
         """Return the units that must be available to start an online request, the reserve for prompts included."""

@@ -187,7 +187,7 @@ class StepDraft:
         self.ledger.charge_moves(claim.copied_bytes)
         length = choose_length(claim.num_tokens, len(request.token_ids) - claim.num_tokens)
         with cache.holding(claim):
-            if length == 0 or not self.allocation.make_room(request, claim):
+            if length == 0 or not self.allocation.make_room(request, claim, length):
                 self.ledger.charge_moves(-claim.copied_bytes)
                 return False
             self._start(request, claim)
