@@ -525,14 +525,18 @@ def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monk
     assert ttfts["bounded"] - base < 0.6 * bounded.idle, "half of such a step on average"
     keeper.set_budget(BudgetParams("tidemill", 0.2), "searched")
     assert objectives[-1].idle == bounded.idle, "a replay shows what it does beside chats"
-    waits = ArrivalWaits.of(LIMITS, MODEL, [("default", 200)], 2.0)
-    searched, held = (waits.objective(LIMITS, BudgetParams("tidemill", 0.2), searched=each) for each in (True, False))
-    assert searched.idle_limit == 0.2, "it was replayed with its own steps"
-    assert held.idle == 0.2 < waits.idle and math.isinf(waits.mean), "a limit of half a second needs none of this"
+    for limit in ("ttft_p99=500ms", "ttft_mean=500ms"):
+        waits = ArrivalWaits.of(SLO.parse(limit), MODEL, [("default", 200)], 2.0)
+        objective = waits.objective(LIMITS, BudgetParams("tidemill", 0.2), searched="p99" in limit)
+        assert objective.idle == waits.idle, "the limit itself bounds it"
+        assert 0.1 < waits.idle < 0.5 and math.isinf(waits.mean)
+    slo = SLO.parse("tbt_p99=60ms")
+    waits = ArrivalWaits.of(slo, MODEL, [("default", 200)], 2.0)
+    assert waits.objective(slo, BudgetParams("tidemill", 0.2), searched=True).idle_limit == 0.2, "as it was replayed"
     small, initial = (BudgetParams("tidemill", seconds) for seconds in (0.009, 0.1))
     rates = []
     for each in (small, initial):
-        objective = waits.objective(LIMITS, small, searched=False, initial=each)
+        objective = waits.objective(slo, small, searched=False, initial=each)
         assert objective.budget == small and objective.idle == each.latency_budget
         rates.append(idle_run(objective, chats=1).offline_tokens)
     assert rates[1] > 1.5 * rates[0], "a budget derived from another load does not slow down a job without chats"
