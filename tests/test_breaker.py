@@ -254,8 +254,10 @@ def test_a_late_judgement_does_not_prolong_the_opening() -> None:
 def test_what_is_granted_follows_the_evidence() -> None:
     breaker = CircuitBreaker(ATTAINMENT)
     assert breaker.share(0.0) == 0.25, "nobody has proven anything"
-    proven = run_requests(breaker, 0.0, "." * 140)
+    proven = run_requests(breaker, 0.0, "." * 35)
     assert breaker.share(proven) == pytest.approx(1.0)
+    spoiled = CircuitBreaker(ATTAINMENT)
+    assert spoiled.share(run_requests(spoiled, 0.0, "x" + "." * 35) + 60.0) < 0.5, "growth is slow after a spell"
     missed = run_requests(breaker, proven, "x")
     assert breaker.share(missed) == pytest.approx(0.5) and breaker.state(missed) is CLOSED
     assert 0.8 < breaker.share(missed + DOUBLING_SECONDS) < 0.9, "a spell costs little"
