@@ -13,6 +13,7 @@ BENCHES = {
     "colocation": "benchmarks.colocation",
     "colocation-peers": "benchmarks.colocation_peers",
     "classes": "benchmarks.classes",
+    "breakdown": "benchmarks.breakdown",
     "pressure": "benchmarks.pressure",
     "turns": "benchmarks.turns",
     "overload": "benchmarks.overload",
