@@ -1,0 +1,177 @@
+"""Mechanisms on a live server, each beside the same server without it.
+
+`routing`: one server with two engines (LARRY's laxity and SAL's router) against two servers that get the chats in turn,
+under chats of very different lengths. `refit`: a server whose stored latency profile is wrong (decodes cost three times
+as much as measured, prompt tokens a third), before and after its first refit, beside one with the measured profile.
+A random Llama of 134.5 M parameters; arms alternate in each round.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import colocation, live
+from benchmarks.figures import percentile
+from benchmarks.frame import Table, in_turn
+from benchmarks.machine import describe
+from loadgen.arrivals import constant_rate
+from loadgen.metrics import Slo
+from loadgen.plan import Job, Windows
+from loadgen.records import RequestRecord
+from loadgen.stats import stream
+from loadgen.traces import Ints, Trace
+from loadgen.workloads import fixed
+
+PARTS = ("routing", "refit")
+SLO, LIMITS = "ttft_p99=1s,tbt_p99=150ms", Slo((("ttft", 1.0), ("tbt_p99", 0.15)))
+ROUTERS = ("SAL", "in turn")
+MEAN_PROMPT, MEAN_OUTPUT, SPREAD = 200, 48, 1.0
+"""Mean lengths of the chats of `routing`, and the standard deviation of their logarithms."""
+BEFORE_REFIT, AFTER_REFIT = (10.0, 55.0), (100.0, 145.0)
+"""Seconds of a run that are measured: the first refit is made after a minute of steps."""
+WRONG = {"decodes": 3.0, "prefill_tokens": 1 / 3}
+"""Factors on the coefficients of the stored profile; the prefill factor applies to its hinges, too."""
+ROUTING = Table({
+    "router": "10", "chats": "6d", "kept": "7.1%", "TTFT P50 ms": "11.0f", "P95 ms": "8.0f", "P99 ms": "8.0f",
+    "E2E P50 s": "9.2f", "P95 s": "7.2f",
+})  # fmt: skip
+REFIT = Table({
+    "profile": "10", "refits": "6.0f", "error before": "12.1%", "after": "7.1%", "lines/s before": "14.2f",
+    "after ": "7.2f", "kept before": "11.1%", " after": "7.1%",
+})  # fmt: skip
+
+
+def chats_of(rate: float, seconds: float, seed: int) -> Trace:
+    """Return Poisson arrivals of chats with log-normal lengths."""
+    arrivals = colocation.poisson(constant_rate(rate), seconds, seed)
+    random = stream(seed, "lengths")
+
+    def lengths(mean: int, longest: int) -> Ints:
+        drawn = random.lognormal(np.log(mean) - SPREAD**2 / 2, SPREAD, len(arrivals))
+        cut: Ints = np.clip(np.rint(drawn), 8, longest).astype(np.int64)
+        return cut
+
+    made = fixed(len(arrivals), 1, 1).at(np.array(arrivals))
+    return replace(made, input_tokens=lengths(MEAN_PROMPT, 1500), output_tokens=lengths(MEAN_OUTPUT, 300))
+
+
+async def send(urls: Sequence[str], chats: Trace, seed: int, seconds: float) -> list[RequestRecord]:
+    """Send the chats to the servers in turn."""
+    for url in urls:
+        await live.wait_quiet(url)
+    count, settings = len(urls), {"windows": Windows(horizon=seconds, drain=60.0)}
+    parts = [chats.take(np.arange(first, len(chats), count)) for first in range(count)]
+    plans = [live.plan_for(url, seed, online=part, **settings) for url, part in zip(urls, parts, strict=True)]
+    return [record for records in await asyncio.gather(*map(live.run, plans)) for record in records.requests]
+
+
+def routing(folder: Path, args: argparse.Namespace) -> None:
+    """Compare the routers."""
+    found: dict[str, list[RequestRecord]] = {name: [] for name in ROUTERS}
+    for number in range(args.rounds):
+        chats = chats_of(args.rate, args.seconds, args.seed + number)
+        warm = chats_of(args.rate, colocation.LEARNING, args.seed + 1000)
+        for name in in_turn(ROUTERS, number):
+            with ExitStack() as stack:
+                flags = ("--slo", SLO, "--max-queue-time", "none")
+                arms = [("--engines", "2")] if name == "SAL" else [(), ()]
+                threads = 0 if name == "SAL" else 1
+                urls = [stack.enter_context(live.server(folder, threads, *flags, *each)) for each in arms]
+                asyncio.run(send(urls, warm, args.seed, colocation.LEARNING))
+                found[name] += asyncio.run(send(urls, chats, args.seed, args.seconds))
+    print(f"{args.rate:g} chats/s, mean lengths {MEAN_PROMPT}/{MEAN_OUTPUT}, {SLO}\n{ROUTING.heading}")
+    for name, records in found.items():
+        ttfts = [record.ttft for record in records if record.ttft is not None]
+        ends = [record.e2e for record in records if record.e2e is not None]
+        kept = sum(map(LIMITS.good, records)) / len(records)
+        cells = [1e3 * percentile(ttfts, rank) for rank in (50, 95, 99)]
+        cells += [percentile(ends, rank) for rank in (50, 95)]
+        print(ROUTING.line(name, len(records), kept, *cells), flush=True)
+
+
+def spoil(cache: Path) -> None:
+    """Make the stored profile wrong by the factors of WRONG."""
+    for path in cache.rglob("*.json"):
+        document = json.loads(path.read_bytes())
+        if isinstance(document, dict) and "coefficients" in document:
+            for name, factor in WRONG.items():
+                document["coefficients"][name] *= factor
+            document["hinges"] = [[knot, WRONG["prefill_tokens"] * slope] for knot, slope in document["hinges"]]
+            path.write_text(json.dumps(document))
+
+
+async def beside(url: str, args: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Run chats beside offline work. Return the lines/s and the share of kept chats before and after the refit."""
+    seconds = AFTER_REFIT[1]
+    arrivals = colocation.poisson(constant_rate(args.rate), seconds, args.seed)
+    lines = Job(fixed(int(100 * seconds), colocation.OFFLINE_PROMPT, colocation.OFFLINE_OUTPUT))
+    watch = live.Watch((colocation.TOKENS,), 0.5)
+    plan = live.plan_for(
+        url,
+        args.seed,
+        online=fixed(1, colocation.ONLINE_PROMPT, colocation.ONLINE_OUTPUT).at(np.array(arrivals)),
+        jobs=(lines,),
+        offline_mode="flex",
+        offline_concurrency=colocation.OUTSTANDING,
+        windows=Windows(horizon=seconds, drain=30.0),
+    )
+    records = [each for each in (await live.run(plan, watch)).requests if each.service_class == "online"]
+    rates, kept = [], []
+    for begin, end in (BEFORE_REFIT, AFTER_REFIT):
+        tokens = sum(more for at, more in watch.grown(colocation.TOKENS) if begin <= at < end)
+        rates.append(tokens / (end - begin) / (colocation.OFFLINE_PROMPT + colocation.OFFLINE_OUTPUT))
+        chats = [record for record in records if begin <= record.scheduled_at < end]
+        kept.append(sum(map(LIMITS.good, chats)) / len(chats) if chats else float("nan"))
+    return rates, kept
+
+
+def refit(folder: Path, args: argparse.Namespace) -> None:
+    """Compare a wrong profile with the measured one."""
+    print(f"{args.rate:g} chats/s beside {colocation.OUTSTANDING} clients, {SLO}\n{REFIT.heading}")
+    with tempfile.TemporaryDirectory() as name:
+        cache = Path(name)
+        for profile in ("measured", "wrong"):
+            if profile == "wrong":
+                spoil(cache)
+            with live.server(folder, 0, "--slo", SLO, cache=cache) as url:
+                rates, kept = asyncio.run(beside(url, args))
+                page = asyncio.run(live.metrics_page(url))
+            error = {
+                when: live.read_metric(page, f'tidemill_model_refit_error{{model="{when}"}}', missing=float("nan"))
+                for when in ("before", "after")
+            }
+            refits = live.read_metric(page, 'tidemill_model_refits_total{outcome="adopted"}', missing=0.0)
+            print(REFIT.line(profile, refits, error["before"], error["after"], *rates, *kept), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the parts."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks mechanisms", description=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--rate", type=float, default=1.0, help="chats a second")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each arm and round of `routing`")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args(argv)
+    parts: dict[str, Any] = {"routing": routing, "refit": refit}
+    chosen = args.parts.split(",")
+    if unknown := [name for name in chosen if name not in parts]:
+        parser.error(f"unknown part {', '.join(unknown)}; known: {', '.join(PARTS)}")
+    print(describe(), flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        live.make_model_folder(folder)
+        for part in chosen:
+            parts[part](folder, args)
+
+
+if __name__ == "__main__":
+    main()
