@@ -35,7 +35,7 @@ def state(tmp_path: Path) -> State:
         (folder / "files" / f"in-{name}").write_text(
             "".join(f'{{"custom_id":"{i}","body":{"x" * 99}}}\n' for i in range(4))
         )
-    connection.execute("INSERT INTO lines VALUES (1, 0, 0, 0, 9, 1, 0, 9)")
+    connection.execute("INSERT INTO lines VALUES (1, 0, 0, 0, 9, 1, 0, 9, 3)")
     connection.commit()
     connection.close()
     (folder / "journals" / "running").write_text('{"usage":{"completion_tokens":12}}\n' * 4)
