@@ -1,10 +1,11 @@
 """What offline work gets beside no chat, one chat, two chats, ..., and where the time of the steps goes.
 
-One server with its defaults, a random Llama of 134.5 M parameters and the limits of `colocation-peers`. Every row has
-as many answers in progress for the whole time, and 24 offline clients. Printed: lines/s; the P99 gap of the chats; the
-share of the time in steps; mean tokens, measured and predicted milliseconds of a step; and the predicted time that
-steps with chats left unused, as a share of the time. A prediction contains the margin for the variation of step times,
-so `predicted ÷ measured` is the part that the margin takes.
+One server without drafts, which would end the answers of random weights early; a random Llama of 134.5 M parameters
+and the limits of `colocation-peers`. Every row has as many answers in progress for the whole time, and 24 offline
+clients. Printed: lines/s; the P99 gap of the chats; the share of the time in steps; mean tokens, measured and
+predicted milliseconds of a step; and the predicted time that steps with chats left unused, as a share of the time. A
+prediction contains the margin for the variation of step times, so `predicted ÷ measured` is the part that the margin
+takes.
 """
 
 import argparse
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve, measure each number of chats, print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks breakdown", description=__doc__)
     parser.add_argument("--chats", default="0,1,2,4,8", help="numbers of answers in progress (default: 0,1,2,4,8)")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each number of chats, the first 5 not counted")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each number of chats, the first 5 not counted")
     parser.add_argument("--slo", default="ttft_p99=1s,tbt_p99=150ms")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the engine (default: all cores)")
@@ -101,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = Path(name) / "model"
         folder.mkdir()
         words = make_checkpoint(folder, args.dtype)
-        for _, served in start_all([finders.tidemill(args.threads, args.dtype, "--slo", args.slo)], folder, stack):
+        flags = ("--slo", args.slo, "--speculation", "off")
+        for _, served in start_all([finders.tidemill(args.threads, args.dtype, *flags)], folder, stack):
             asyncio.run(measure(served.url, 1, colocation.LEARNING, args.seed + 1000, words))
             for number in numbers:
                 print(asyncio.run(measure(served.url, number, args.seconds, args.seed + number, words)), flush=True)
