@@ -84,7 +84,10 @@ def routing(folder: Path, args: argparse.Namespace) -> None:
                 flags = ("--slo", SLO, "--max-queue-time", "none")
                 arms = [("--engines", "2")] if name == "SAL" else [(), ()]
                 threads = 0 if name == "SAL" else 1
-                urls = [stack.enter_context(live.server(folder, threads, *flags, *each)) for each in arms]
+                urls = [
+                    stack.enter_context(live.server(folder, threads, "--state-dir", str(folder / state), *flags, *each))
+                    for state, each in zip(("first", "second"), arms, strict=False)
+                ]
                 asyncio.run(send(urls, warm, args.seed, colocation.LEARNING))
                 found[name] += asyncio.run(send(urls, chats, args.seed, args.seconds))
     print(f"{args.rate:g} chats/s, mean lengths {MEAN_PROMPT}/{MEAN_OUTPUT}, {SLO}\n{ROUTING.heading}")
@@ -141,7 +144,7 @@ def refit(folder: Path, args: argparse.Namespace) -> None:
         for profile in ("measured", "wrong"):
             if profile == "wrong":
                 spoil(cache)
-            with live.server(folder, 0, "--slo", SLO, cache=cache) as url:
+            with live.server(folder, 0, "--slo", SLO, "--state-dir", str(cache / "state"), cache=cache) as url:
                 rates, kept = asyncio.run(beside(url, args))
                 page = asyncio.run(live.metrics_page(url))
             error = {
