@@ -32,7 +32,7 @@ class TiledWeight(NamedTuple):
     Attributes:
         tiles: [n / 8, k / (16 · inner), 32, inner / 2] int32.
         places: Position in its tile [8 · 16 · inner] of each value, by output and input.
-        both: [groups, n, 2] bfloat16: scales, and what is added after them, (8 - zero point) * scale.
+        both: [groups, n, 2] bfloat16: the scales, and the added offsets (8 - zero point) * scale.
     """
 
     tiles: Tensor

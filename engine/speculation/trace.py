@@ -40,7 +40,7 @@ FREE_CHAT: dict[str, Any] = {
 
 
 class Outcome(NamedTuple):
-    """A draft of `length` tokens of which the first `accepted` were right."""
+    """A draft of `length` tokens; the first `accepted` tokens were right."""
 
     length: int
     accepted: int

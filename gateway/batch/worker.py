@@ -241,7 +241,7 @@ class BatchWorker:
                     await self._finish(batch, BatchStatus.CANCELLED)
 
     async def _finish(self, batch: BatchJob, status: BatchStatus) -> None:
-        """End a batch of which lines may be in the engines of other servers."""
+        """End a batch whose lines may be in the engines of other servers."""
         if await self._retry.run(lambda: self.cluster.own(batch.id)):
             seconds = self._limits.cancel_seconds
             await self._retry.run(lambda: self.cluster.others_end(batch.id, seconds))

@@ -54,7 +54,7 @@ _ROWS, _CHUNK = 9, 40
 _PASTS, _LONG_PAST = range(300, 600, 37), 1100
 """Contexts of decodes, in turn, which have several splits; past of the chunk, which has more than MIN_PREFILL_SPLIT."""
 _DECODES = 3
-"""Steps in which each of these contexts has a decode."""
+"""Number of steps in which each of these contexts has a decode."""
 _RANK = 24
 _PARAMS = (
     SamplingParams(1, temperature=0.0),
