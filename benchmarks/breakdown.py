@@ -31,6 +31,8 @@ from loadgen.workloads import fixed
 
 PROMPT, OUTPUT = 128, 1_800
 """Tokens of a chat: an answer that is in progress for the whole time."""
+PROVING = 80
+"""Short chats beside offline work before the first row: the breaker grants the whole budget after 35 good ones."""
 STEPS, TIME, PREDICTED, LEFT, USED, TOKENS = (
     f"tidemill_{name}_total"
     for name in (
@@ -104,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         words = make_checkpoint(folder, args.dtype)
         flags = ("--slo", args.slo, "--speculation", "off")
         for _, served in start_all([finders.tidemill(args.threads, args.dtype, *flags)], folder, stack):
-            asyncio.run(measure(served.url, 1, colocation.LEARNING, args.seed + 1000, words))
+            chats = [0.5 * number for number in range(PROVING)]
+            asyncio.run(colocation.run_arm(served.url, chats, chats[-1], "flex", args.seed + 1000, source=words))
             for number in numbers:
                 print(asyncio.run(measure(served.url, number, args.seconds, args.seed + number, words)), flush=True)
 
