@@ -10,8 +10,10 @@ anew (400 times, with replacement): 95 % of the ratios lie within it.
 """
 
 import asyncio
+import json
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,16 @@ from predictor.slo import SLO, Objective
 BORDER = 2.0
 """Seconds after the beginning of a spell, and before its end, whose arrivals do not count."""
 DRAWS = 400
+BUDGET = ("latency_budget", "budget_origin", "rule", "interference_weight", "decode_value", "offline_share")
+FLAT_FILL = """
+from dataclasses import replace
+
+from engine.colocation import waits
+
+searched = waits.initial_budget
+waits.initial_budget = lambda slo, model: replace(searched(slo, model), policy="hygen")
+"""
+"""`sitecustomize.py` of a server whose budget searches try flat budgets alone. No setting of a server does this."""
 
 TABLE = Table({
     "aggregate": "10", "alone, ms": "9.1f", "beside, ms": "10.1f", "change": "+7.1%", "lowest": "+7.1%",
@@ -138,8 +150,11 @@ def promise(objective: Objective) -> str:
     return f"{objective.limit * 1e3:g} ms"
 
 
-def run(text: str, rate: float, seconds: float, length: float, seed: int, learning: float) -> None:
-    """Prints the table of one SLO. `learning`: seconds of the same that come first and do not count."""
+def run(
+    text: str, rate: float, seconds: float, length: float, seed: int, learning: float, *, flat: bool = False
+) -> None:
+    """Prints the table of one SLO. `learning`: seconds of the same that come first and do not count. `flat`: the
+    server's searches try flat budgets alone."""
     slo = SLO.parse(text)
     spells = spells_of(learning + seconds, length)
     if not spells:
@@ -149,10 +164,16 @@ def run(text: str, rate: float, seconds: float, length: float, seed: int, learni
         folder = Path(name)
         live.make_model_folder(folder)
         flags = ("--slo", str(slo), "--state-dir", str(folder / "state"))
-        with live.server(folder, 0, *flags) as url:
+        patches = Path(name) / "patches"
+        patches.mkdir()
+        if flat:
+            (patches / "sitecustomize.py").write_text(FLAT_FILL)
+        with live.server(folder, 0, *flags, patches=patches) as url:
             turns = Turns(spells, seed)
             plan = colocation.plan_arm(url, arrivals, spells[-1].end, None, seed)
             records = asyncio.run(live.run(plan, turns)).requests
+            with urllib.request.urlopen(f"{url}/ready") as answer:
+                state = json.load(answer)
     counted = [spell for spell in spells if spell.begin >= learning]
     counted = counted[len(counted) % 2 :]
     lost = sum(not record.ok for record in records)
@@ -163,5 +184,7 @@ def run(text: str, rate: float, seconds: float, length: float, seed: int, learni
     for change in measure(records, counted, list(objectives), seed):
         cells = (change.alone * 1e3, change.beside * 1e3, change.ratio, change.low, change.high)
         print(TABLE.line(change.key, *cells, promise(objectives[change.key])))
+    found = {name: state["colocation"][name] for name in BUDGET}
+    print("budget: " + ", ".join(f"{name} {value}" for name, value in found.items()))
     beside = sum(spell.end - spell.begin for spell in spells if spell.beside)
     print(f"{turns.tokens / beside:.0f} offline tokens/s in spells with offline work, those of the beginning included")

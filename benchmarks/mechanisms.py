@@ -3,7 +3,9 @@
 `routing`: one server with two engines (LARRY's laxity and SAL's router) against two servers that get the chats in turn,
 under chats of very different lengths. `refit`: a server whose stored latency profile is wrong (decodes cost three times
 as much as measured, prompt tokens a third), before and after its first refit, beside one with the measured profile.
-A random Llama of 134.5 M parameters; arms alternate in each round.
+`fill`: a server whose budget searches try flat budgets alone, beside one that searches λ and δ, too, each with offline
+work let in and kept out by turns, under a relative SLO. A random Llama of 134.5 M parameters; arms alternate in each
+round of `routing`.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import colocation, live
+from benchmarks import alternate, colocation, live
 from benchmarks.figures import percentile
 from benchmarks.frame import Table, in_turn
 from benchmarks.machine import describe
@@ -30,7 +32,7 @@ from loadgen.stats import stream
 from loadgen.traces import Ints, Trace
 from loadgen.workloads import fixed
 
-PARTS = ("routing", "refit")
+PARTS = ("routing", "refit", "fill")
 SLO, LIMITS = "ttft_p99=1s,tbt_p99=150ms", Slo((("ttft", 1.0), ("tbt_p99", 0.15)))
 ROUTERS = ("SAL", "in turn")
 MEAN_PROMPT, MEAN_OUTPUT, SPREAD = 200, 48, 1.0
@@ -39,6 +41,8 @@ BEFORE_REFIT, AFTER_REFIT = (10.0, 55.0), (100.0, 145.0)
 """Seconds of a run that are measured: the first refit is made after a minute of steps."""
 WRONG = {"decodes": 3.0, "prefill_tokens": 1 / 3}
 """Factors on the coefficients of the stored profile; the prefill factor applies to its hinges, too."""
+FILL_SLO, SPELL, SEARCHING, FILL_SECONDS = "5%", 15.0, 120.0, 240.0
+"""SLO of `fill`; seconds of a spell, of the time before the first search has ended, and of the measurement."""
 ROUTING = Table({
     "router": "10", "chats": "6d", "kept": "7.1%", "TTFT P50 ms": "11.0f", "P95 ms": "8.0f", "P99 ms": "8.0f",
     "E2E P50 s": "9.2f", "P95 s": "7.2f",
@@ -155,6 +159,13 @@ def refit(folder: Path, args: argparse.Namespace) -> None:
             print(REFIT.line(profile, refits, error["before"], error["after"], *rates, *kept), flush=True)
 
 
+def fill(_: Path, args: argparse.Namespace) -> None:
+    """Compare a flat with a priced fill."""
+    for flat in (True, False):
+        print(f"{'flat' if flat else 'priced'} fill, {args.rate:g} chats/s, {FILL_SLO}")
+        alternate.run(FILL_SLO, args.rate, FILL_SECONDS, SPELL, args.seed, SEARCHING, flat=flat)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the parts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks mechanisms", description=__doc__)
@@ -164,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
-    parts: dict[str, Any] = {"routing": routing, "refit": refit}
+    parts: dict[str, Any] = {"routing": routing, "refit": refit, "fill": fill}
     chosen = args.parts.split(",")
     if unknown := [name for name in chosen if name not in parts]:
         parser.error(f"unknown part {', '.join(unknown)}; known: {', '.join(PARTS)}")
