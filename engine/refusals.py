@@ -64,7 +64,11 @@ MORE_REQUESTS = Feature(
 REVISION = Feature("--revision", ("revision",), lambda revision: revision is not None)
 NO_MODEL = Feature("MODEL", ("model",), lambda model: not model)
 OPEN_HOST = Feature("--host", ("host",), lambda host: not is_loopback(host))
-NO_KEY = Feature("--api-key", ("api_key", "api_key_file"), lambda keys, file: not keys and not file)
+NO_KEY = Feature(
+    "--api-key",
+    ("api_key", "api_key_file", "state_dir"),  # a database may have keys
+    lambda keys, file, state: not keys and not file and not (state or "").startswith(("postgresql:", "postgres:")),
+)
 
 REFUSALS = (
     RefusedCombination(

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from gateway.batch.limits import BatchLimits, BatchState
 from gateway.batch.line import LineRunner
 from gateway.batch.metrics import BatchCollector
 from gateway.batch.notices import CommandRunner, Notifier, Sender, read_command
-from gateway.batch.tenants import Ownership
+from gateway.batch.tenants import Ownership, TenantExchange
 from gateway.batch.uploads import MAX_OVERHEAD
 from gateway.batch.webhooks import WebhookRules, WebhookSender, read_rules
 from gateway.batch.worker import BatchWorker
@@ -35,6 +35,7 @@ from gateway.http.keys import KeyStore
 from gateway.http.middleware import Authentication, BodyLimit, HostGuard, HostNames, RequestIds, origin_pattern
 from gateway.http.quotas import Admissions
 from gateway.models import ModelNames
+from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
 from gateway.store.objects import Channel
 from gateway.telemetry.metrics import GatewayMetrics, LoopLag
@@ -73,6 +74,8 @@ def create_app(
             yield
             await context.lifecycle.stop()
             if folder is not None:
+                with suppress(StorageError):  # usage of the last requests
+                    await app.state.batches.tenants.exchange()
                 await folder.close()
 
     app = FastAPI(title="tidemill", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -172,15 +175,18 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     rules = read_rules(os.environ)
     notifier = Notifier(folder.store, _senders(rules, read_command(os.environ)))
     worker.on_end = notifier.wake
-    context.lifecycle.background += [ownership, worker, notifier]
+    tenants = TenantExchange(
+        folder, keys, context.admissions, context.config.host, limits.beat_seconds, context.keys_changed
+    )
+    context.lifecycle.background += [tenants, ownership, worker, notifier]
     context.on_new_keys.append(ownership.report)
     context.lifecycle.ask_storage = worker.storage_fault
     context.lifecycle.batch_trouble = worker.trouble
     context.lifecycle.ask_notice = lambda: folder.notice
     context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
     context.metrics.registry.register(BatchCollector(worker, ownership, notifier))
-    app.state.batches = BatchState(folder, limits, worker, rules)
-    context.metrics.on_end.append(partial(usage.count_request, app.state.batches.usage))
+    app.state.batches = BatchState(folder, limits, worker, tenants, rules)
+    context.metrics.on_end.append(partial(usage.count_request, tenants))
     for resource in (files, parts, batches, message_batches, usage):
         app.include_router(resource.router)
 

@@ -91,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(commands)
     _add_fleet(commands)
     _add_migrate(commands)
+    command = _add(commands, "keys", _keys, "put the keys of a file into the database that servers share")
+    command.add_argument("file", metavar="FILE", help="key file, as for --api-key-file")
+    command.add_argument("address", metavar="ADDRESS", help="--state-dir of the servers: postgresql://HOST/NAME?...")
     commands.add_parser("bench", help="measure a server with OpenAI's API", add_help=False)
     commands.add_parser("simulate", help="replay workloads and experiments on a virtual clock", add_help=False)
     commands.add_parser("worth", help="estimate the value of the batch work beside a GPU's chats", add_help=False)
@@ -184,6 +187,12 @@ def _add_migrate(commands: Any) -> None:
 @dropping_stdout()
 def _migrate(arguments: argparse.Namespace) -> int:
     say(_command("migrate").run(arguments.state_dir, arguments.address))
+    return 0
+
+
+@dropping_stdout()
+def _keys(arguments: argparse.Namespace) -> int:
+    say(_command("migrate").put_key_file(arguments.file, arguments.address))
     return 0
 
 

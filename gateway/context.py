@@ -137,6 +137,10 @@ class GatewayContext:
     async def reload_keys(self) -> None:
         """Reload the key file; running requests are not affected. Raises ConfigError, keeping the old keys."""
         await anyio.to_thread.run_sync(self.keys.reload)
+        await self.keys_changed()
+
+    async def keys_changed(self) -> None:
+        """Apply new limits, and call `on_new_keys`."""
         self.admissions.recheck()
         for follow in self.on_new_keys:
             await follow()

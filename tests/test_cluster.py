@@ -8,10 +8,23 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
-from batch_tools import batch_server, check_ended, eventually, jsonl, line, open_remote, submit, until
-from fake_engine import MODEL
-from hypothesis import HealthCheck, settings
+from batch_tools import (
+    batch_server,
+    check_ended,
+    client_of,
+    eventually,
+    jsonl,
+    keys_of,
+    line,
+    open_remote,
+    submit,
+    until,
+)
+from fake_engine import MODEL, Served
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from obstore.store import MemoryStore
@@ -23,12 +36,17 @@ from engine.text.tokenizer import Tokenizer
 from gateway.batch.lengths import RANGES, AnswerLengths
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line_order import Runs
+from gateway.batch.tenants import TenantExchange
+from gateway.cli import main
+from gateway.http.keys import KeyStore
+from gateway.http.quotas import Admissions, Load
 from gateway.store.disk import StorageError
 from gateway.store.folder import open_state
 from gateway.store.lease_rows import DEAD_SECONDS, AnswerSums
 from gateway.store.objects import BatchStatus, IllegalTransition, LineRef, LineResult, Usage
 from gateway.store.opening import Place
-from gateway.store.row_store import RowStore
+from gateway.store.row_store import RowStore, put_keys
+from gateway.store.schema import SHARED
 from gateway.store.sqlite import SqliteWriter, open_database
 
 S = BatchStatus
@@ -186,7 +204,9 @@ class LeaseMachine(RuleBasedStateMachine):
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def three(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[RowStore]]:
     if request.param == "sqlite":
-        writer = SqliteWriter(open_database(tmp_path / "s.db"))
+        connection = open_database(tmp_path / "s.db")
+        connection.executescript(SHARED)
+        writer = SqliteWriter(connection)
         stores = [RowStore(writer, is_shared=True) for _ in range(3)]
     else:
         stores = [open_remote(request.getfixturevalue("postgres").address, "s3://b/p") for _ in range(3)]
@@ -202,6 +222,49 @@ def test_leases_are_those_of_the_model(three: list[RowStore]) -> None:
     run_state_machine_as_test(
         machine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=checks)
     )
+    loop.close()
+
+
+loads = st.dictionaries(st.sampled_from("ab"), st.builds(Load, *[st.integers(0, 9)] * 3), max_size=2)
+reports = st.tuples(servers, loads, st.integers(0, 3), st.booleans(), st.sampled_from(["", "k1", "k2"]))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(reports, max_size=12))
+def test_servers_exchange_usage_loads_and_keys(three: list[RowStore], steps: list[Any]) -> None:
+    """Each report counts once although its answer may be lost; each server sees the last loads of all others."""
+    loop, tables = asyncio.new_event_loop(), ("servers", "loads", "reports", "request_usage", "key_lines")
+    run = loop.run_until_complete
+    run(three[0]._writer.run(lambda c: [c.execute(f"DELETE FROM {table}") for table in tables]))
+    numbers, known, versions = [0] * 3, [{}, {}, {}], [""] * 3
+    used: Counter[str] = Counter()
+    stored = ""
+    for server in range(3):
+        run(three[server].beat(0.0, False))
+    for server, load, tokens, is_lost, keys in steps:
+        numbers[server] += 1
+        if keys:
+            stored = keys
+            run(three[0]._writer.run(lambda c, keys=keys: put_keys(c, keys)))
+        usage = {"a": Usage(tokens, 0, 1), "b": Usage(0, 0, tokens)}
+        for _ in range(1 + is_lost):
+            news = run(three[server].exchange(numbers[server], usage, load, versions[server]))
+        used["a"], used["b"], known[server] = used["a"] + tokens + 1, used["b"] + tokens, load
+        if news.keys is not None:
+            versions[server], lines = news.keys
+            assert lines == stored
+        others = [known[each] for each in range(3) if each != server]
+        expected = {
+            name: (len(found), Load(*map(sum, zip(*found, strict=True))))
+            for name in "ab"
+            if (found := [each[name] for each in others if name in each])
+        }
+        assert news.loads == expected
+        assert run(three[server].exchange(numbers[server], {}, load, versions[server])).keys is None
+        _, counted = run(three[2].request_usage(None))
+        assert {name: sum(each) for name, each in counted.items()} == dict(used)
+    run(three[0].leave(three[0].server))
+    assert "a" not in known[0] or run(three[1].exchange(99, {}, {}, "")).loads.get("a", (0,))[0] == ("a" in known[2])
     loop.close()
 
 
@@ -335,3 +398,64 @@ async def test_lines_of_a_silent_server_run_elsewhere(
             await check_ended(client, ended, [f"id-{i}" for i in range(30)])
             chat = await client.completions.create(model=MODEL, prompt="hello", max_tokens=2)
             assert chat.choices[0].text
+
+
+async def send(server: Served, key: str) -> Any:
+    async with client_of(server, api_key=key) as client:
+        return await client.completions.create(model=MODEL, prompt="hi", max_tokens=4)
+
+
+@pytest.mark.postgres
+async def test_servers_share_keys_limits_and_usage(
+    postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tidemill keys` reaches all servers; they divide a limit, add usage, and go on while the database is away."""
+    objects = MemoryStore()
+    monkeypatch.setattr("obstore.store.from_url", lambda *_, **__: objects)
+    monkeypatch.setattr("gateway.commands.migrate.find_state", lambda _: Place(tmp_path, postgres.address, "s3://b/p"))
+    places = [Place(tmp_path / name, postgres.address, "s3://b/p") for name in "ab"]
+    options: Any = {"limits": FAST_BEATS, "hold_after": 0, "host": "0.0.0.0", "state_dir": "postgresql://"}
+
+    def put(*lines: str) -> None:
+        assert main(["keys", keys_of(tmp_path, *lines), "postgresql://"]) == 0
+
+    folder, keys = await asyncio.to_thread(open_state, places[0]), KeyStore()
+    with pytest.raises(ConfigError, match="has no keys or is away"):
+        await TenantExchange(folder, keys, Admissions(keys.quota), "0.0.0.0", 1.0, asyncio.Event().wait).start()
+    await folder.close()
+    await asyncio.to_thread(put, "old acme requests=4 # sk-secret")
+    async with AsyncExitStack() as stack:
+        one, two = [(await stack.enter_async_context(batch_server(tokenizer, each, **options)))[0] for each in places]
+        busy = [asyncio.create_task(send(one, "old")) for _ in range(4)]
+        await one.engine.wait_for_event("add", 4)
+        await eventually(lambda: "acme" in two.app.state.context.admissions._divided)
+        busy += [asyncio.create_task(send(two, "old")) for _ in range(2)]  # its part of four
+        await two.engine.wait_for_event("add", 2)
+        with pytest.raises(openai.RateLimitError, match=r"'requests=4' .*: 6 requests are in flight"):
+            await send(two, "old")
+        await eventually(lambda: "acme" in one.app.state.context.admissions._divided)
+        with pytest.raises(openai.RateLimitError, match="'requests=4'"):
+            await send(one, "old")
+        for server in (one, two):
+            server.engine.release()
+        used = [(await each).usage for each in busy]
+        await eventually(lambda: not one.app.state.context.admissions._divided)
+        for server in (one, two):
+            async with httpx.AsyncClient(headers={"authorization": "Bearer old"}, trust_env=False) as http:
+                (row,) = (await http.get(f"{server.url}/v1/usage")).json()["tenants"]
+            assert row["requests"]["output_tokens"] == sum(each.completion_tokens for each in used) > 0
+        await asyncio.to_thread(put, "new acme")
+        for server in (one, two):
+            await eventually(lambda server=server: server.app.state.context.keys.ring.find(b"old") is None)
+            assert (await send(server, "new")).choices
+            with pytest.raises(openai.AuthenticationError):
+                await send(server, "old")
+        await asyncio.to_thread(postgres.kill)
+        assert (await send(one, "new")).choices and (await send(two, "new")).choices
+    async with batch_server(tokenizer, places[0], **options) as (served, _):
+        assert "secret" not in (places[0].folder / "keys").read_text()
+        served.engine.release()
+        assert (await send(served, "new")).choices, "the keys are those of the folder"
+        await asyncio.to_thread(postgres.start)
+        tenants = served.app.state.batches.tenants
+        await eventually(lambda: bool(tenants._version) and not tenants.usage)

@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -15,14 +16,24 @@ import pytest
 from batch_tools import batch_server, client_of, eventually, jsonl, keys_of, line, submit, until, upload
 from fake_engine import MODEL, Served
 from fixtures import StartServer
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.http.errors import ApiError
 from gateway.http.keys import load_keys
-from gateway.http.quotas import TENANT_LIMIT, UNLIMITED, Admissions, AdmissionSlot, Quota, UploadPlaces, parse_quota
+from gateway.http.quotas import (
+    TENANT_LIMIT,
+    UNLIMITED,
+    Admissions,
+    AdmissionSlot,
+    Division,
+    Load,
+    Quota,
+    UploadPlaces,
+    parse_quota,
+)
 
 # ---- the file
 
@@ -134,6 +145,34 @@ class AdmissionsMachine(RuleBasedStateMachine):
 
 TestAdmissionsMachine = AdmissionsMachine.TestCase
 TestAdmissionsMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@settings(deadline=None)
+@given(
+    limit=st.integers(1, 30),
+    wanted=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    ends=st.lists(st.floats(0.0, 1.0), max_size=20),
+    dice=st.randoms(),
+)
+def test_servers_divide_a_limit(limit: int, wanted: list[int], ends: list[float], dice: Random) -> None:
+    """Clients keep up a number of requests on each server. Some time after the first burst, all servers together run
+    at most the limit and one request of each further server, and at least that much less, if so many are wanted."""
+    servers = [Admissions(lambda _: Quota(requests=limit, queued=1000)) for _ in wanted]
+    places = [[each.enter("a", 1, 1) for _ in range(number)] for each, number in zip(servers, wanted, strict=True)]
+    more = len(servers) - 1
+    for number, share in enumerate([1.0] * 40 + ends):
+        own = [each.loads()["a"] for each in servers]
+        for index, each in enumerate(servers):
+            total = Load(*(sum(counts) - counts[index] for counts in zip(*own, strict=True)))
+            each.divide({"a": Division(len(servers), total, own[index])} if more else {})
+        for each, held in zip(servers, places, strict=True):
+            for place in [place for place in held if place.granted.is_set() and dice.random() < share]:
+                each.leave(place)
+                held.remove(place)
+                held.append(each.enter("a", 1, 1))
+        if number >= 40:
+            running = sum(each.num_running for each in servers)
+            assert min(limit, sum(wanted)) - more <= running <= limit + more
 
 
 async def test_upload_places_are_counted_by_tenant_and_in_all() -> None:

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from gateway.batch.webhooks import WebhookRules
 from gateway.http.quotas import UploadPlaces
 from gateway.store.folder import StateFolder
-from gateway.store.objects import Usage
 
 if TYPE_CHECKING:
+    from gateway.batch.tenants import TenantExchange
     from gateway.batch.worker import BatchWorker
 
 UPLOADS_EACH, UPLOADS_IN_ALL = 16, 64
@@ -61,10 +61,9 @@ class BatchState:
     folder: StateFolder
     limits: BatchLimits
     jobs: "BatchWorker"
+    tenants: "TenantExchange"
     webhooks: WebhookRules | None = None
     """None: webhooks are refused."""
-    usage: dict[str, Usage] = field(default_factory=dict)
-    """Tokens of the requests, other than batch lines, that ended since the start, by tenant."""
     clock: Callable[[], float] = time.time
     uploads: UploadPlaces = field(default_factory=lambda: UploadPlaces(UPLOADS_EACH, UPLOADS_IN_ALL))
 

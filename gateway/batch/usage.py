@@ -11,7 +11,7 @@ from starlette.responses import Response
 from engine.api import TokenCosts
 from gateway.batch.limits import state_of
 from gateway.batch.listing import describe_page, json_response, read_page, refuse, unknown_cursor
-from gateway.batch.tenants import listed_tenant, shown
+from gateway.batch.tenants import TenantExchange, listed_tenant, shown
 from gateway.context import context_of
 from gateway.store.objects import UnknownCursor, Usage
 from gateway.telemetry.account import Account
@@ -29,12 +29,12 @@ _DESCRIPTION["parameters"] += [
 ]
 
 
-def count_request(by_tenant: dict[str, Usage], account: Account) -> None:
+def count_request(tenants: TenantExchange, account: Account) -> None:
     """Add the tokens of a request that ended to its tenant's. Batch lines are not added: the store counts them."""
     request = account.request
     if not request.job:
         used = Usage(account.num_prompt_tokens, account.num_cached_tokens, account.num_tokens)
-        by_tenant[request.tenant] = by_tenant.get(request.tenant, Usage()).plus(used)
+        tenants.usage[request.tenant] = tenants.usage.get(request.tenant, Usage()).plus(used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,11 @@ async def read_usage(request: Request) -> Response:
     except UnknownCursor:
         unknown_cursor()
     in_batches = dict(await state.folder.store.usage(tenant))
-    requests = state.usage
+    since, requests = context.created, state.tenants.usage
+    if state.folder.is_shared:
+        await state.tenants.exchange()
+        stored, requests = await state.folder.store.request_usage(tenant)
+        since = stored or since
     names = sorted({*in_batches, *requests}) if tenant is None else [tenant]
     rows = [
         {
@@ -89,7 +93,7 @@ async def read_usage(request: Request) -> Response:
         shown(request, batch, {"id": batch.id, "status": batch.status.value, **bill.of(batch.usage)})
         for batch in batches
     ]
-    content = {"object": "usage", "since": context.created, "tenants": rows, "batches": listed, "has_more": more}
+    content = {"object": "usage", "since": since, "tenants": rows, "batches": listed, "has_more": more}
     return json_response(content)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from gateway.commands.flags import Flag, add_flags, removal
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("serve", ("serve", "pull", "profile", "replay", "fleet", "migrate")),
+    ("serve", ("serve", "pull", "profile", "replay", "fleet", "migrate", "keys")),
     ("use a server", ("chat", "batch", "top")),
     ("measure", ("bench", "simulate", "worth")),
     ("more", ("completions", "version")),

@@ -1,4 +1,5 @@
-"""`tidemill migrate ADDRESS`: copy files and batches from a state folder to PostgreSQL, and to an object store."""
+"""`tidemill migrate ADDRESS`: copy files and batches from a state folder to PostgreSQL, and to an object store.
+`tidemill keys FILE ADDRESS`: put the keys of a file into PostgreSQL."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,10 +7,12 @@ from secrets import token_hex
 from typing import Any
 
 from engine.errors import ConfigError
+from gateway.http.keys import KeyRing, parse_lines, read_lines
 from gateway.store.bucket import Bucket
 from gateway.store.disk import Disk, StorageError, cause_of
 from gateway.store.folder import PART_NAME
 from gateway.store.opening import DATABASE, MOVED, Opening, Place, find_postgres, find_state
+from gateway.store.row_store import put_keys
 from gateway.store.writer import RowConnection
 
 TABLES = ("files", "batches", "lines", "uploads", "notices", "announced")
@@ -28,6 +31,23 @@ def run(state_dir: str | None, address: str) -> str:
         return migrate(source, target)
     except StorageError as error:
         raise ConfigError(f"the migration stopped ({cause_of(error)}); repeat the command") from error
+
+
+def put_key_file(file: str, address: str) -> str:
+    """Replace the keys of the servers that share a store, and return a message. Raises ConfigError."""
+    place, lines = find_state(address), [line.strip() for line in read_lines(file)]
+    ring = KeyRing(*parse_lines(f"FILE {file}", lines))
+    if place.database is None or place.objects is None:
+        raise ConfigError("tidemill keys needs an ADDRESS that servers share: postgresql://...?objects=s3://...")
+    try:
+        connection = find_postgres().open_database(place.database, place.objects)
+        try:
+            put_keys(connection, "\n".join(filter(None, lines)))
+        finally:
+            connection.close()
+    except StorageError as error:
+        raise ConfigError(f"the database is away ({cause_of(error)}); repeat the command") from error
+    return f"{ring} are in the database; servers without --api-key-file use them from their next heartbeat on"
 
 
 def migrate(source: Place, target: Place) -> str:

@@ -8,7 +8,8 @@ limits are given on one of the lines. The classes are the service classes that r
 the others; `ttft`, `tbt` and `e2e` are the tightest limits that requests may state.
 `printf %s "$KEY" | sha256sum` prints the digest.
 
-The values of --api-key, and requests to a server without keys, belong to the tenant `default`.
+The values of --api-key, and requests to a server without keys, belong to the tenant `default`. Servers that share a
+store and have no key file take the lines that `tidemill keys` has put into the store.
 """
 
 import hashlib
@@ -110,6 +111,10 @@ class KeyStore:
         """Read the key file again. Blocking."""
         self.ring = load_keys(self._api_keys, self.file)
 
+    def adopt(self, lines: list[str]) -> None:
+        """Use lines of a key file from a store."""
+        self.ring = _ring(self._api_keys, parse_lines("the keys in the database", lines))
+
     def quota(self, tenant: str) -> Quota:
         """Return the current limits of a tenant."""
         return self.ring.quota(tenant)
@@ -120,11 +125,14 @@ def load_keys(api_keys: Iterable[str], file: str | None) -> KeyRing:
 
     Without a key file the --api-key values are operators. Raises ConfigError.
     """
-    keys = [key_of(text) for text in api_keys]
     if file is None:
-        return KeyRing(replace(key, is_operator=True) for key in keys)
-    found, quotas = _read_file(Path(file).expanduser())
-    return KeyRing(found + keys, quotas)
+        return KeyRing(replace(key_of(text), is_operator=True) for text in api_keys)
+    return _ring(api_keys, parse_lines(f"--api-key-file {file}", read_lines(file)))
+
+
+def _ring(api_keys: Iterable[str], found: tuple[list[Key], dict[str, Quota]]) -> KeyRing:
+    keys, quotas = found
+    return KeyRing(keys + [key_of(text) for text in api_keys], quotas)
 
 
 def is_readable_by_others(file: str) -> bool:
@@ -147,46 +155,48 @@ def key_of(text: str) -> Key:
     return Key(digest, DEFAULT_TENANT, sees_all=True)
 
 
-def _read_file(path: Path) -> tuple[list[Key], dict[str, Quota]]:
+def read_lines(file: str) -> list[str]:
+    """Return the lines of a key file without comments. Raises ConfigError."""
+    path = Path(file).expanduser()
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
+        with open(descriptor, "rb") as opened:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise ConfigError(f"--api-key-file {path}: not a file")
             if _others_may_write(found):
                 raise ConfigError(f"--api-key-file {path}: other users can write it; run chmod go-w")
-            raw = file.read(MAX_FILE_BYTES + 1)
+            raw = opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"--api-key-file {path}: {error.strerror}") from None
     if len(raw) > MAX_FILE_BYTES:
         raise ConfigError(f"--api-key-file {path}: larger than {MAX_FILE_BYTES} bytes")
     try:
-        lines = raw.decode().splitlines()
+        return [line.partition("#")[0] for line in raw.decode().splitlines()]
     except UnicodeDecodeError:
         raise ConfigError(f"--api-key-file {path}: not a text file") from None
-    return _parse(path, lines)
 
 
-def _parse(path: Path, lines: list[str]) -> tuple[list[Key], dict[str, Quota]]:
+def parse_lines(source: str, lines: list[str]) -> tuple[list[Key], dict[str, Quota]]:
+    """Return the keys and the limits of tenants in the lines of a key file. Raises ConfigError with `source`."""
     keys: dict[bytes, Key] = {}
     quotas: dict[str, Quota] = {}
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
+        words = line.split()
         if not words:
             continue
         try:
             key, quota = _parse_line(words)
         except ValueError as error:
-            raise ConfigError(f"--api-key-file {path}, line {number}: {error}") from None
+            raise ConfigError(f"{source}, line {number}: {error}") from None
         if key.digest in keys:
-            raise ConfigError(f"--api-key-file {path}, line {number}: duplicate key; remove one of the lines")
+            raise ConfigError(f"{source}, line {number}: duplicate key; remove one of the lines")
         if quota != UNLIMITED and quotas.setdefault(key.tenant, quota) != quota:
             message = "the tenant has different limits on an earlier line; give them on one line only"
-            raise ConfigError(f"--api-key-file {path}, line {number}: {message}")
+            raise ConfigError(f"{source}, line {number}: {message}")
         keys[key.digest] = key
     if not keys:  # an empty ring would disable authentication
-        raise ConfigError(f"--api-key-file {path}: contains no keys; add one or remove the flag")
+        raise ConfigError(f"{source}: contains no keys; add one or remove the flag")
     return list(keys.values()), quotas
 
 

@@ -3,14 +3,19 @@
 A tenant may have `requests` requests with a total of `tokens` tokens (prompt and maximum output) in the engine. Further
 requests wait here in FIFO order if `queued` allows, and are refused with 429 otherwise. They do not delay other
 tenants. The store counts `lines` and `bytes`.
+
+Servers that share a store exchange their loads and divide the limits between the servers that a tenant uses: a server
+takes the tenant's load of the last exchange and an equal part of the rest, and at least an equal part of the limit.
 """
 
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from gateway.http.errors import ApiError
 
@@ -40,6 +45,38 @@ class Quota:
 
 UNLIMITED = Quota()
 LIMITS = tuple(f.name for f in fields(Quota))
+
+
+class Load(NamedTuple):
+    """Use of a tenant's limits."""
+
+    requests: int
+    """Requests in the engine."""
+    tokens: int
+    """Prompt and maximum output tokens of these requests."""
+    queued: int
+    """Requests that wait for a place in the engine."""
+
+
+IDLE = Load(0, 0, 0)
+
+
+class Division(NamedTuple):
+    """Use of a tenant's limits by several servers at their last exchange."""
+
+    servers: int
+    """Number of servers with a load of the tenant, including this one."""
+    elsewhere: Load
+    own: Load
+
+    def part(self, quota: Quota) -> Quota:
+        """Return the limits of this server."""
+        parts = {}
+        for name, own, elsewhere in zip(Load._fields, self.own, self.elsewhere, strict=True):
+            if (limit := getattr(quota, name)) is not None:
+                rest = limit - own - elsewhere  # below 0: each server has to give up an equal part
+                parts[name] = max(-(-limit // self.servers), own + -(-rest // self.servers))
+        return replace(quota, **parts)
 
 
 def parse_quota(words: Iterable[str]) -> Quota:
@@ -91,6 +128,10 @@ class _TenantUsage:
     num_waiting: int = 0
     """Requests of the waiting places."""
 
+    @property
+    def load(self) -> Load:
+        return Load(self.num_requests, self.num_tokens, self.num_waiting)
+
     def wait(self, place: AdmissionSlot) -> None:
         self.waiting[place] = None
         self.num_waiting += place.num_requests
@@ -114,6 +155,16 @@ class Admissions:
     def __init__(self, quota_of: Callable[[str], Quota]) -> None:
         self._quota_of = quota_of
         self._tenants: dict[str, _TenantUsage] = {}
+        self._divided: Mapping[str, Division] = MappingProxyType({})
+
+    def loads(self) -> dict[str, Load]:
+        """Return the load of each tenant with requests."""
+        return {name: each.load for name, each in self._tenants.items()}
+
+    def divide(self, divided: Mapping[str, Division]) -> None:
+        """Divide the limits of tenants with loads on other servers."""
+        self._divided = divided
+        self.recheck()
 
     def check(self, tenant: str) -> None:
         """Raise ApiError 429 if not even the smallest request could wait. Called before any work on a request."""
@@ -162,22 +213,30 @@ class Admissions:
         return len(self._tenants[tenant].waiting) if tenant in self._tenants else 0
 
     def _check_room(self, name: str, num_requests: int, num_tokens: int) -> None:
-        quota, tenant = self._quota_of(name), self._tenants.get(name)
+        whole, tenant = self._quota_of(name), self._tenants.get(name)
         if tenant is None:
             return
+        quota, elsewhere = self._part(name, whole), IDLE
+        if name in self._divided:
+            elsewhere = self._divided[name].elsewhere
         lacks = tenant.lacks(quota, num_requests, num_tokens)
         if quota.queued is None:
             if lacks is not None:
                 limit, count = lacks
-                raise limit_reached(limit, getattr(quota, limit), f"{count} {limit} are in flight")
+                count += getattr(elsewhere, limit)
+                raise limit_reached(limit, getattr(whole, limit), f"{count} {limit} are in flight")
             return
         waiting = tenant.num_waiting
         if (lacks is not None or waiting) and waiting + num_requests > quota.queued:
-            raise limit_reached("queued", quota.queued, f"{waiting} requests are waiting")
+            waiting += elsewhere.queued
+            raise limit_reached("queued", whole.queued or 0, f"{waiting} requests are waiting")
+
+    def _part(self, name: str, quota: Quota) -> Quota:
+        return self._divided[name].part(quota) if name in self._divided else quota
 
     def _grant(self, name: str) -> None:
         """Grant waiting places in order while they fit. A request that exceeds lowered limits is granted alone."""
-        tenant, quota = self._tenants[name], self._quota_of(name)
+        tenant, quota = self._tenants[name], self._part(name, self._quota_of(name))
         while tenant.waiting:
             place = next(iter(tenant.waiting))
             if tenant.num_requests and tenant.lacks(quota, place.num_requests, place.num_tokens) is not None:

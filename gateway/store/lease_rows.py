@@ -18,7 +18,7 @@ DEAD_SECONDS = 15
 """Seconds without a heartbeat after which other servers take the leases of a server."""
 FORGET_SECONDS = 86_400
 _FREE = "server NOT IN (SELECT id FROM servers WHERE seen_at > :since)"
-_ELSEWHERE = "server != :server AND server IN (SELECT id FROM servers WHERE seen_at > :since)"
+ELSEWHERE = "server != :server AND server IN (SELECT id FROM servers WHERE seen_at > :since)"
 
 
 class Beat(NamedTuple):
@@ -51,7 +51,18 @@ class AnswerSums(NamedTuple):
     yy: float
 
 
-class LeaseRows(Rows):
+class ServerRows(Rows):
+    """Times of servers."""
+
+    def _now(self, connection: RowConnection) -> int:
+        return int(connection.execute(f"SELECT {self._writer.clock} AS now").fetchone()["now"])
+
+    def _since(self, connection: RowConnection, takes_over: bool) -> int:
+        """Return the time from which on a heartbeat counts."""
+        return self._now(connection) - DEAD_SECONDS if takes_over else 0
+
+
+class LeaseRows(ServerRows):
     """Servers and their leases. `takes_over`: whether leases of servers without a heartbeat are free."""
 
     @transaction
@@ -71,14 +82,14 @@ class LeaseRows(Rows):
         for row in connection.execute(f"SELECT batch, run FROM runs WHERE run > {OWNER} AND server = :server", values):
             if row["batch"] in jobs:
                 runs.setdefault(jobs[row["batch"]].id, set()).add(row["run"])
-        owned = connection.execute(f"SELECT batch FROM runs WHERE run = {OWNER} AND {_ELSEWHERE}", values)
+        owned = connection.execute(f"SELECT batch FROM runs WHERE run = {OWNER} AND {ELSEWHERE}", values)
         free = connection.execute(
             f"SELECT DISTINCT batch FROM runs WHERE run > {OWNER} AND {_FREE}",
             {"since": self._since(connection, takes_over)},
         )
         held = connection.execute(
             "SELECT tenant, SUM(lines) AS held FROM runs JOIN batches ON batch = seq "
-            f"WHERE run > {OWNER} AND {_ELSEWHERE} GROUP BY tenant",
+            f"WHERE run > {OWNER} AND {ELSEWHERE} GROUP BY tenant",
             values,
         )
         alive = "SELECT COUNT(*) AS num, COALESCE(SUM(rate), 0.0) AS rate FROM servers WHERE seen_at > ?"
@@ -162,7 +173,7 @@ class LeaseRows(Rows):
     def has_other_feeders(self, connection: RowConnection, batch_id: str) -> bool:
         """Return whether another server has runs of the batch."""
         query = (
-            f"SELECT 1 FROM runs WHERE run > {OWNER} AND {_ELSEWHERE} "
+            f"SELECT 1 FROM runs WHERE run > {OWNER} AND {ELSEWHERE} "
             "AND batch = (SELECT seq FROM batches WHERE id = :id) LIMIT 1"
         )
         values = {"server": self.server, "since": self._since(connection, True), "id": batch_id}
@@ -189,13 +200,6 @@ class LeaseRows(Rows):
             (batch_id,),
         )
         return [AnswerSums(*row) for row in rows]
-
-    def _now(self, connection: RowConnection) -> int:
-        return int(connection.execute(f"SELECT {self._writer.clock} AS now").fetchone()["now"])
-
-    def _since(self, connection: RowConnection, takes_over: bool) -> int:
-        """Return the time from which on a heartbeat counts."""
-        return self._now(connection) - DEAD_SECONDS if takes_over else 0
 
 
 def check_owner(rows: Rows, connection: RowConnection, batch_id: str) -> None:

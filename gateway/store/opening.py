@@ -22,7 +22,7 @@ STORES = ("s3", "gs", "az")
 _FOLDERS = ("files", "journals", "tmp")
 MOVED = f"{DATABASE}.moved"
 """Name of the database after `tidemill migrate`."""
-_OURS = {*_PRIVATE, *_FOLDERS, MOVED, *LOST_AND_FOUND, "cache", "lock", "server", "flights"}
+_OURS = {*_PRIVATE, *_FOLDERS, MOVED, *LOST_AND_FOUND, "cache", "lock", "server", "keys", "flights"}
 MISTAKES = frozenset(
     {
         errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,

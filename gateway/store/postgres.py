@@ -21,7 +21,7 @@ from psycopg.types.string import StrDumperUnknown, TextLoader
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
-from gateway.store.schema import SCHEMA, VERSION
+from gateway.store.schema import SCHEMA, SHARED, VERSION
 from gateway.store.writer import Cursor, Work, Writer
 
 LOCK = 0x7469_6465_6D69_6C6C
@@ -258,11 +258,16 @@ def _create(connection: Any, objects: str | None) -> None:
                 f"{VERSION}); use that version or another database"
             )
         if row is None:
-            script = SCHEMA
-            for sqlite, postgres in _COLUMN_TYPES:
-                script = script.replace(sqlite, postgres)
-            connection.execute(f"{script}; INSERT INTO schema_version VALUES ({VERSION})")
+            connection.execute(f"{_translate_types(SCHEMA)}; INSERT INTO schema_version VALUES ({VERSION})")
         _check_objects(connection, objects)
+        if objects is not None:
+            connection.execute(_translate_types(SHARED))
+
+
+def _translate_types(script: str) -> str:
+    for sqlite, postgres in _COLUMN_TYPES:
+        script = script.replace(sqlite, postgres)
+    return script
 
 
 def _check_objects(connection: Any, objects: str | None) -> None:

@@ -6,13 +6,15 @@ change succeeds. Additions are idempotent; repeating a change of a batch's state
 """
 
 import asyncio
+import hashlib
 from collections.abc import Mapping, Sequence
 from secrets import token_hex
-from typing import Any
+from typing import Any, NamedTuple
 
+from gateway.http.quotas import Load
 from gateway.store.batch_rows import BatchRows
 from gateway.store.file_rows import UNFINISHED_STATES, FileRows, UploadRows, owned
-from gateway.store.lease_rows import LeaseRows
+from gateway.store.lease_rows import ELSEWHERE, LeaseRows, ServerRows
 from gateway.store.objects import TERMINAL, UNFINISHED, Channel, Holdings, Notice, Usage
 from gateway.store.rows import read_batch_row, repair_batch
 from gateway.store.writer import OBJECTS, RowConnection, Rows, Writer, exclusive, transaction
@@ -96,6 +98,7 @@ class RecoveryRows(Rows):
             connection.execute("DELETE FROM lines WHERE batch = ?", (seq,))
 
 
+_REQUEST_TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
 _HOLDINGS = f"""
 SELECT tenant, SUM(batches) AS batches, SUM(files) AS files FROM (
     SELECT tenant, COUNT(*) AS batches, 0 AS files FROM batches
@@ -107,8 +110,75 @@ SELECT tenant, SUM(batches) AS batches, SUM(files) AS files FROM (
 """
 
 
-class TenantRows(Rows):
-    """Mixin of `RowStore` to count the objects of tenants."""
+def put_keys(connection: RowConnection, lines: str) -> None:
+    """Replace the keys, the lines of a key file, in the store."""
+    connection.execute(
+        "INSERT INTO key_lines (id, version, lines) VALUES (1, ?, ?) "
+        "ON CONFLICT (id) DO UPDATE SET version = excluded.version, lines = excluded.lines",
+        (hashlib.sha256(lines.encode()).hexdigest(), lines),
+    )
+
+
+class TenantNews(NamedTuple):
+    """Facts about tenants from other servers."""
+
+    loads: Mapping[str, tuple[int, Load]]
+    """Number of other servers with a load of a tenant, and their total load."""
+    keys: tuple[str, str] | None
+    """Version and lines of the keys, if the version is another one than the caller's."""
+
+
+class TenantRows(ServerRows):
+    """Mixin of `RowStore` to count the objects of tenants, and to exchange keys, loads and usage between servers."""
+
+    @transaction
+    def exchange(
+        self,
+        connection: RowConnection,
+        number: int,
+        usage: Mapping[str, Usage],
+        loads: Mapping[str, Load],
+        version: str,
+    ) -> TenantNews:
+        """Add usage of requests, unless the report of this `number` has been added before; replace this server's loads;
+        return news. `version`: known version of the keys."""
+        is_new = connection.execute(
+            "INSERT INTO reports (server, number) VALUES (?, ?) ON CONFLICT (server) DO UPDATE "
+            "SET number = excluded.number WHERE reports.number < excluded.number",
+            (self.server, number),
+        )
+        if is_new.rowcount > 0:
+            now = self._now(connection)
+            connection.executemany(
+                "INSERT INTO request_usage (tenant, since, input_tokens, cached_tokens, output_tokens) "
+                "VALUES (?, ?, ?, ?, ?) ON CONFLICT (tenant) DO UPDATE SET "
+                + ", ".join(f"{name} = request_usage.{name} + excluded.{name}" for name in _REQUEST_TOKENS),
+                [(name, now, *used[: len(_REQUEST_TOKENS)]) for name, used in sorted(usage.items())],
+            )
+        gone = "server != ? AND server NOT IN (SELECT id FROM servers)"
+        for table in ("loads", "reports"):
+            connection.execute(f"DELETE FROM {table} WHERE {gone}", (self.server,))
+        connection.execute("DELETE FROM loads WHERE server = ?", (self.server,))
+        connection.executemany(
+            "INSERT INTO loads (server, tenant, requests, tokens, queued) VALUES (?, ?, ?, ?, ?)",
+            [(self.server, name, *load) for name, load in loads.items()],
+        )
+        found = connection.execute(
+            "SELECT tenant, COUNT(*) AS servers, SUM(requests) AS requests, SUM(tokens) AS tokens, "
+            f"SUM(queued) AS queued FROM loads WHERE {ELSEWHERE} GROUP BY tenant",
+            {"server": self.server, "since": self._since(connection, True)},
+        )
+        others = {row["tenant"]: (row["servers"], Load(*(row[name] for name in Load._fields))) for row in found}
+        row = connection.execute("SELECT version, lines FROM key_lines WHERE version != ?", (version,)).fetchone()
+        return TenantNews(others, None if row is None else (row["version"], row["lines"]))
+
+    @transaction
+    def request_usage(self, connection: RowConnection, tenant: str | None) -> tuple[int | None, dict[str, Usage]]:
+        """Return since when the usage of requests is counted, and the usage by tenant."""
+        rows = connection.execute(f"SELECT * FROM request_usage WHERE {owned(tenant)}", {"tenant": tenant})
+        used = {row["tenant"]: Usage(*(row[name] for name in _REQUEST_TOKENS)) for row in rows}
+        row = connection.execute("SELECT MIN(since) AS since FROM request_usage").fetchone()
+        return row["since"], used
 
     @transaction
     def holdings(self, connection: RowConnection, now: int) -> list[Holdings]:

@@ -104,5 +104,32 @@ CREATE TABLE runs (
     PRIMARY KEY (batch, run)
 ) STRICT, WITHOUT ROWID
 """
+SHARED = """
+CREATE TABLE IF NOT EXISTS key_lines (
+    id INTEGER NOT NULL PRIMARY KEY CHECK (id = 1),
+    version TEXT NOT NULL,
+    lines TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS loads (
+    server TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    requests INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    queued INTEGER NOT NULL,
+    PRIMARY KEY (server, tenant)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS request_usage (
+    tenant TEXT NOT NULL PRIMARY KEY,
+    since INTEGER NOT NULL,
+    input_tokens INTEGER NOT NULL DEFAULT 0,
+    cached_tokens INTEGER NOT NULL DEFAULT 0,
+    output_tokens INTEGER NOT NULL DEFAULT 0
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS reports (server TEXT NOT NULL PRIMARY KEY, number INTEGER NOT NULL) STRICT, WITHOUT ROWID
+"""
+"""Tables of tenants for servers that share a store. They are no part of VERSION."""
 VERSION = 8
 """Version of the schema. A database of another version is refused."""
