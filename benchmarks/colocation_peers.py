@@ -121,14 +121,14 @@ def points_of(args: argparse.Namespace) -> list[Engine]:
 def compare(arms: Sequence[Arm], folder: Path, args: argparse.Namespace, **settings: Any) -> None:
     """Measure all arms with each seed and each load; a peer that does not start is left out of that seed."""
     engines = list({arm.engine.name: arm.engine for arm in arms}.values())
-    warm = [number / args.rate for number in range(int(args.rate * LEARNING))]
+    warm = [number / args.rate for number in range(int(args.rate * args.learning))]
     print(TABLE.heading)
     for seed in range(1, args.seeds + 1):
         for engine in in_turn(engines, seed):
             with ExitStack() as stack:
                 for _, served in start_all([engine], folder, stack, required=engine.offline is None):
                     own = [arm for arm in arms if arm.engine is engine]
-                    own[0].measure(served, warm, LEARNING, 0, **settings)
+                    own[0].measure(served, warm, args.learning, 0, **settings)
                     measure_loads(own, served, seed, args, **settings)
 
 
@@ -202,6 +202,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1.35, help="online requests a second")
     parser.add_argument("--seconds", type=float, default=45.0, help="length of one run")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--learning", type=float, default=LEARNING, help="seconds of chats before the first load")
     parser.add_argument("--ttft", type=float, default=1.0, help="TTFT limit in seconds")
     parser.add_argument("--tbt", type=float, default=0.15, help="limit on the P99 of a request's gaps in seconds")
     parser.add_argument("--loads", type=loads_of, default=("steady",), help=f"some of {', '.join(LOADS)}")
