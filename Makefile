@@ -44,7 +44,7 @@ $(VENV)/.serving: pyproject.toml
 	@touch $@
 
 test: install
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # Real clients in environments of their own (TIDEMILL_CLIENTS=FOLDER; first use installs them), and the page of results.
 clients: install
@@ -84,7 +84,7 @@ wheel:
 floors:
 	$(PYTHON) -m venv .venv-floors
 	.venv-floors/bin/python -m pip install --quiet "$(TORCH)" $$($(PYTHON) tools/floors.py) --editable ".[dev]"
-	.venv-floors/bin/python -m pytest -n 2 $(ARGS)
+	.venv-floors/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 bench: install
 	$(BIN)/python -m benchmarks $(ARGS)

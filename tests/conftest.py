@@ -2,9 +2,9 @@
 
 import signal
 
-from fixtures import cache_folder, depth, one_thread, postgres, postgres_server, start_server, tokenizer
+from fixtures import cache_folder, depth, postgres, postgres_server, start_server, tokenizer
 
-__all__ = ["cache_folder", "depth", "one_thread", "postgres", "postgres_server", "start_server", "tokenizer"]
+__all__ = ["cache_folder", "depth", "postgres", "postgres_server", "start_server", "tokenizer"]
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell ignores SIGINT in its background jobs, and the processes that tests interrupt inherit that.

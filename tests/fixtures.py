@@ -65,17 +65,6 @@ def postgres(postgres_server: PostgresServer) -> PostgresServer:
     return postgres_server
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Run torch in one thread: tensors are small, and on a busy machine threads would mostly wait for each other."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
 def depth(request: pytest.FixtureRequest) -> int:
     """Run a test with steps one by one, and with one scheduled ahead."""

@@ -12,7 +12,6 @@ from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, SchedulerOutput
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS = 3
 
 

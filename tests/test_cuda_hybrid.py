@@ -26,8 +26,6 @@ from engine.models.spec import hidden_state_refusal
 from engine.scheduling.output import Chunk, ReplacedEntry, SchedulerOutput
 from engine.triton_kernels import twins
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize(
     ("case", "policy", "depth"), [(case, policy, 1 - depth) for case, policy, depth in HYBRID_RUNS]

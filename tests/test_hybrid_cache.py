@@ -21,7 +21,7 @@ from engine.models.streaming import StreamedLayers, aligned
 from engine.models.weights import DummyTensors, Gather, build_weights, matrices
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, ReplacedEntry, SchedulerOutput
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(900)]  # the native library may be built first
+pytestmark = pytest.mark.timeout(900)  # the native library may be built first
 BOTH = (CacheKind.KV, CacheKind.HIDDEN)
 TIE = 1e-3
 MHA = {"num_key_value_heads": 4}

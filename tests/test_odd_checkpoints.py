@@ -22,7 +22,7 @@ from engine.execution.cpu.backend import CpuBackend
 from engine.limits import SchedulerConfig
 from engine.models.weights import _Builder
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = 10
 WHOLE = "model.safetensors"
 Change = Callable[[Path], object]

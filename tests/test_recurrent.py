@@ -30,7 +30,6 @@ from engine.models.transformers_shape import load_shape
 
 test_modules.__test__ = False  # type: ignore[attr-defined]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK, OUTPUT = 4, 12
 LENGTHS = (1, 33, 8, 40, 17, 47)
 EXACT = ("lfm2", "qwen3_next", "granitemoehybrid", "jamba")

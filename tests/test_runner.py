@@ -31,7 +31,7 @@ from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
 from engine.scheduling.output import INVALID_TOKEN, AppendedEntries, Chunk, NewRequest, SchedulerOutput
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(900)]  # the native library may be built first
+pytestmark = pytest.mark.timeout(900)  # the native library may be built first
 VOCAB = 97
 POISON = 96
 BLOCK = 4

@@ -12,7 +12,6 @@ from engine.execution.rows import SamplingTable, uniforms
 from engine.execution.sampler import SampleInput, sample
 from engine.scheduling.output import INVALID_TOKEN
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 300
 
 

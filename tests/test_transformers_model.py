@@ -29,7 +29,6 @@ from engine.models.transformers_model import TransformersModel, load_model
 from engine.models.transformers_shape import load_shape
 from engine.triton_kernels import Kernels, twins
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 4
 OUTPUT = 12
 EXACT = ("granite", "olmo2", "stablelm", "gemma", "phi", "glm", "gpt2", "gemma2", "gpt_oss", "mixtral", "deepseek_v3")
