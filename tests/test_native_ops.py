@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_build import build, library_of, native_library
+from native_build import library_file, library_of, native_library
 from torch import Tensor
 from torch.nn import functional
 
@@ -555,4 +555,4 @@ def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("engine.execution.cpu.native.library.TapeStep", TapeShape)
     assert ctypes.sizeof(TapeShape) != ctypes.sizeof(TapeStep)
     with pytest.raises(ConfigError, match="another version"):
-        Library(build())
+        Library(library_file())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from native_build import build, library_of, native_library
+from native_build import library_file, library_of, native_library
 
 from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native, NativeLinear
@@ -96,7 +96,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 def test_a_fork_finds_no_threads_and_both_sides_go_on() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FORK, str(build())]
+    command = [sys.executable, "-c", FORK, str(library_file())]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
