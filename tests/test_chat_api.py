@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from batch_tools import client_of
 from fake_engine import MODEL, Script, Served
 from fixtures import StartServer
 
@@ -17,10 +18,6 @@ from engine.text.tokenizer import Tokenizer
 from gateway.generate.choices import ChoiceState
 
 HI: Any = [{"role": "user", "content": "hi"}]
-
-
-def client_of(served: Served, **options: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, **options)
 
 
 async def chat(served: Served, **fields: Any) -> Any:

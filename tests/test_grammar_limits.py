@@ -6,7 +6,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from batch_tools import eventually
 from driver import has_ended
 from hostile_grammars import doublings, hostile, lark, regex, rules, schema
 
@@ -48,14 +49,6 @@ def compiled(text: str) -> CompiledGrammar:
 def ask(grammar: Grammar, tenant: str = "", request_class: RequestClass = RequestClass.ONLINE) -> EngineRequest:
     sampling = SamplingParams(8, grammar=replace(grammar, tenant=tenant))
     return EngineRequest(f"{tenant} {grammar.text[:20]}", (1,), sampling, request_class, tenant=tenant)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it does not come true")
 
 
 def small(number: int) -> Grammar:
@@ -288,7 +281,7 @@ async def test_a_request_that_is_cancelled_ends_its_compilation() -> None:
             task.cancel()
             await asyncio.wait([task])
         await grammars.prepare([ask(small(0))])
-        await until(lambda: not children(prover.pid))
+        await eventually(lambda: not children(prover.pid))
 
 
 def children(pid: int | None) -> list[int]:
@@ -332,7 +325,7 @@ async def test_grammars_of_running_requests_stay_and_count() -> None:
         with pytest.raises(QueueFullError):
             grammars.hold(ask(regex("large")))
         grammars.release(running[0].request_id)
-        await until(lambda: compiler.find(regex("a")) is None)  # the thread that compiled it ends
+        await eventually(lambda: compiler.find(regex("a")) is None)  # the thread that compiled it ends
         await grammars.prepare([ask(regex("large"))])
         assert compiler.find(regex("a")) is None and compiler.find(regex("b")) is not None
 
@@ -350,7 +343,7 @@ async def test_the_death_of_the_prover_is_survived() -> None:
         waiting = asyncio.create_task(grammars.prepare([ask(small(1))]))
         os.kill(first, signal.SIGKILL)
         await waiting
-        await until(lambda: prover.pid != first)
+        await eventually(lambda: prover.pid != first)
         await grammars.prepare([ask(small(2))])
         assert prover.pid not in (None, first)
 
@@ -418,4 +411,4 @@ async def test_the_prover_ends_with_its_parent_even_if_it_is_stopped() -> None:
     os.kill(pid, signal.SIGSTOP)
     parent.kill()
     await parent.wait()
-    await until(lambda: has_ended(pid))
+    await eventually(lambda: has_ended(pid))

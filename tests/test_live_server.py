@@ -11,7 +11,7 @@ import httpx
 import openai
 import pydantic
 import pytest
-from batch_tools import eventually
+from batch_tools import client_of, eventually
 from fake_engine import Served, demo_engine, serve
 from fixtures import refuse_blocking
 from integrity import check_core
@@ -31,10 +31,6 @@ async def live(tmp_path: Path) -> AsyncIterator[tuple[Engine, Served]]:
             yield engine, served
     assert not engine.core.has_requests
     check_core(engine.core)
-
-
-def client_of(served: Served) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def question(index: int) -> list[Any]:
@@ -167,37 +163,6 @@ async def test_flex_runs_offline_and_says_so(live: tuple[Engine, Served]) -> Non
     stats = engine.stats()
     assert stats.colocation is not None and stats.colocation.offline_tokens > 0
     assert stats.colocation.good_requests == 8
-
-
-async def test_completions_with_token_ids_and_logprobs(live: tuple[Engine, Served]) -> None:
-    _, served = live
-    async with client_of(served) as client:
-        answer = await client.completions.create(
-            model=MODEL, prompt=[5, 6, 7, 8], max_tokens=5, temperature=0, logprobs=2,
-            extra_body={"return_token_ids": True, "ignore_eos": True},
-        )  # fmt: skip
-        assert answer.usage is not None and answer.usage.completion_tokens == 5
-        logprobs = answer.choices[0].logprobs
-        assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
-        assert all(value is not None and value <= 0 for value in logprobs.token_logprobs)
-        sampled: dict[str, Any] = {
-            "model": MODEL,
-            "prompt": [5, 6, 7, 8],
-            "n": 3,
-            "seed": 7,
-            "temperature": 2.0,
-            "max_tokens": 12,
-        }
-        several = await client.completions.create(**sampled, extra_body={"ignore_eos": True})
-        again = await client.completions.create(**sampled, extra_body={"ignore_eos": True})
-        texts = [choice.text for choice in several.choices]
-        assert len(set(texts)) == 3
-        assert texts == [choice.text for choice in again.choices]
-        stopped = await client.chat.completions.create(
-            model=MODEL, messages=question(1), temperature=0, max_tokens=60, stop=["7"]
-        )
-        assert stopped.choices[0].finish_reason == "stop"
-        assert "7" not in (stopped.choices[0].message.content or "")
 
 
 async def test_a_burst_on_a_fresh_server_is_served_not_refused(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 import httpx
 import jsonschema_rs
-import openai
 import pytest
-from batch_tools import FAST, check_ended, jsonl, line, open_folder, submit, until
+from batch_tools import FAST, check_ended, client_of, jsonl, line, open_folder, submit, until
 from fake_engine import Served, demo_engine, serve
 from fixtures import refuse_blocking
 from integrity import check_core
@@ -40,10 +39,6 @@ async def server(template: str | None = None, **options: Any) -> AsyncIterator[S
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     async with server() as served:
         yield served
-
-
-def client_of(served: Served) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def ask(**fields: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import openai
 import pytest
 import tokenizer_folders
 import tokenizers
+from batch_tools import client_of
 from fake_engine import MODEL, FakeEngine, Served, demo_engine, say, serve
 from fixtures import refuse_blocking
 from hypothesis import given, settings
@@ -593,10 +594,6 @@ async def scripted(folder: Path, text: str, template: str = TEMPLATE, **config: 
     with refuse_blocking():
         async with serve(engine, tokenizer, **config) as served:
             yield served
-
-
-def client_of(served: Served) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def ask(**fields: Any) -> dict[str, Any]:
