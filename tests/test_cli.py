@@ -307,7 +307,6 @@ def test_booleans_in_the_environment(word: str) -> None:
         (["models/caf\udce9"], "MODEL models/caf\\xe9 is not UTF-8; rename it, or link to it"),
         (["--profile-dir", "\udcff"], "--profile-dir \\xff is not UTF-8"),
         (["--lora", "sql=\udcff"], "--lora sql=\\xff is not UTF-8"),
-        (["/no/such/folder", "--port", "0"], "'/no/such/folder' is neither a folder nor a Hugging Face id"),
     ],
 )
 def test_a_wrong_value_is_one_clear_line(capsys: pytest.CaptureFixture[str], argv: list[str], named: str) -> None:

@@ -24,21 +24,14 @@ def request(index: int, scheduled: float, times: list[float], tokens: list[int] 
     return RequestRecord(index=index, scheduled_at=scheduled, **(fields | more))
 
 
-def test_nearest_rank_by_hand() -> None:
-    values = [15, 20, 35, 40, 50]
-    assert [stats.nearest_rank(values, p) for p in (5, 30, 40, 50, 100)] == [15, 20, 20, 35, 50]
-    assert stats.nearest_rank(range(1, 101), 99) == 99 and stats.nearest_rank(range(1, 102), 99) == 100
-    assert stats.nearest_rank([7], 99) == 7
-    with pytest.raises(ValueError):
-        stats.nearest_rank([], 50)
-
-
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=80), st.floats(0.1, 100))
 def test_nearest_rank_is_the_smallest_value_that_covers_the_share(values, percent) -> None:
     found = stats.nearest_rank(values, percent)
     share = sum(value <= found for value in values) / len(values) * 100
     below = sum(value < found for value in values) / len(values) * 100
     assert found in values and share >= percent - 1e-6 and below < percent + 1e-6
+    with pytest.raises(ValueError):
+        stats.nearest_rank([], percent)
 
 
 def test_wilson_against_published_values() -> None:

@@ -144,19 +144,14 @@ def test_a_profile_that_is_none_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert "is no latency profile" in capsys.readouterr().err
 
 
-def test_a_profile_from_the_command_line(profile_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--workload", "tiny", "--duration", "5", "--profile", str(profile_path), "--host-ms", "2"]
-    assert simulate.main(arguments) == 0
-    assert "offline_throughput" in capsys.readouterr().out
-
-
 def test_drafts_shorten_a_run_by_the_acceptance_that_a_server_recorded(
     profile_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half of the decodes have a draft of four tokens, of which three are right."""
     trace = {"looks": 100, "sources": [["context", 8, 50, [[4, 3, 50]]]]}
     profile_path.with_suffix(".load.json").write_text(json.dumps({"drafts": {"chats": trace, "jobs": trace}}))
-    arguments = ["--workload", "tiny", "--duration", "20", "--no-offline", "--profile", str(profile_path)]
+    load = ["--workload", "tiny", "--duration", "20", "--no-offline"]
+    arguments = [*load, "--profile", str(profile_path), "--host-ms", "1"]
     found = {}
     for wanted in ("off", "on"):
         assert simulate.main([*arguments, "--speculation", wanted]) == 0
