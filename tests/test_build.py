@@ -12,7 +12,7 @@ import torch
 from driver import outputs_of
 
 from engine.api import EngineRequest, FinishReason, SamplingParams
-from engine.build import build_engine, build_runner, plan_launch, profile_key, resolve_model
+from engine.build import build_engine, build_runner, plan_launch, profile_key
 from engine.build.join import drafts_tokens
 from engine.config import USUAL_STEP, WIDE_STEP, EngineConfig, scheduler_settings, step_limits
 from engine.errors import ConfigError, ModelLoadError
@@ -50,12 +50,6 @@ async def answer(config: EngineConfig, prompt: tuple[int, ...], max_tokens: int)
         return output.token_ids
     finally:
         await engine.stop()
-
-
-def test_no_name_is_the_demo_model() -> None:
-    assert (resolve_model(EngineConfig()) / "config.json").is_file()
-    with pytest.raises(ModelLoadError, match="neither a folder nor a Hugging Face id"):
-        resolve_model(EngineConfig(model="/no/such/folder"))
 
 
 def test_the_facts_of_the_built_engine_are_those_of_the_model() -> None:

@@ -17,7 +17,8 @@ import yaml
 from openai import OpenAI
 
 ROOT = Path(__file__).resolve().parent.parent
-SERVE = ["--device", "cpu", "--profile-seconds", "5", "--num-gpu-blocks-override", "300"]
+SERVE = [sys.executable, "-m", "gateway", "serve", "--device", "cpu"]
+SERVE += ["--profile-seconds", "5", "--num-gpu-blocks-override", "300"]
 
 
 def free_port() -> int:
@@ -74,17 +75,7 @@ def use(url: str) -> None:
 def test_every_panel_has_data(tmp_path: Path) -> None:
     port, own = free_port(), free_port()
     url, prometheus = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{own}"
-    serve = [
-        sys.executable,
-        "-m",
-        "gateway",
-        "serve",
-        "--port",
-        str(port),
-        "--state-dir",
-        str(tmp_path / "state"),
-        *SERVE,
-    ]
+    serve = [*SERVE, "--port", str(port), "--state-dir", str(tmp_path / "state")]
     config = yaml.safe_load((ROOT / "docker" / "prometheus" / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
     del job["authorization"], config["rule_files"]

@@ -568,14 +568,7 @@ async def test_what_does_not_end_in_time_is_ended(start_server: StartServer) -> 
     await raw.close()
 
 
-def test_a_taken_port_is_one_clear_line() -> None:
-    with bind("127.0.0.1", 0) as first:
-        port = first.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=rf"--port {port} is in use by .+ \(pid {os.getpid()}\); use another port"
-        ) as caught:
-            bind("127.0.0.1", port)
-    assert "\n" not in caught.value.message
+def test_a_host_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="--host"):
         bind("no such host", 1)
 

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,17 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    serve = [
-        sys.executable,
-        "-m",
-        "gateway",
-        "serve",
-        "--port",
-        str(port),
-        "--state-dir",
-        str(folder / "state"),
-        *SERVE,
-    ]
+    serve = [*SERVE, "--port", str(port), "--state-dir", str(folder / "state")]
     with running(serve, f"{url}/ready", folder):
         yield url
 
@@ -234,8 +223,8 @@ def test_a_key_is_asked_for_where_keys_are_configured(page: Any, tmp_path: Path)
     """A second server on the way: the first one of this module has no keys."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    flags = ["--port", str(port), "--state-dir", str(tmp_path / "state"), "--api-key", "sk-right", *SERVE]
-    with running([sys.executable, "-m", "gateway", "serve", *flags], f"{url}/ready", tmp_path):
+    flags = ["--port", str(port), "--state-dir", str(tmp_path / "state"), "--api-key", "sk-right"]
+    with running([*SERVE, *flags], f"{url}/ready", tmp_path):
         assert httpx.get(f"{url}/dashboard/history").status_code == 401
         page.get(url)
         for key in ("sk-wrong", "sk-right"):
