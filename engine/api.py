@@ -6,9 +6,10 @@ this process or in another. The module does not import torch.
 
 import enum
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import repeat
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from engine.errors import ErrorInfo, InvalidRequestError
@@ -36,6 +37,11 @@ def quick_constructor(kind: Callable[P, T]) -> Callable[P, T]:
     scope = {"new": tuple.__new__, "kind": kind, "defaults": defaults}
     made: Callable[P, T] = eval(f"lambda {parameters}: new(kind, ({', '.join(names)},))", scope)
     return made
+
+
+def quick_rows(kind: type[T], *columns: Iterable[object]) -> Iterator[T]:
+    """Yield NamedTuples of `kind` from columns of its fields, at least one of them finite; fast as above."""
+    return map(tuple.__new__, repeat(kind), zip(*columns, strict=False))  # type: ignore[arg-type]
 
 
 class RequestClass(enum.Enum):

@@ -122,7 +122,7 @@ class EngineCore:
             return None
         self.state.next_step_id += 1
         self.state.in_flight.append(step)
-        for request in step.requests:
+        for request in step.requests if step.output.new_requests else ():
             if request.times.first_scheduled is None:
                 request.times = RequestTimes(request.times.arrival, first_scheduled=now)
         return step.output

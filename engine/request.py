@@ -3,7 +3,7 @@
 import enum
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.api import EngineRequest, RequestClass, RequestTimes
@@ -54,6 +54,7 @@ class Request:
         quiet_until: With `withholds`, output is emitted once more than this many tokens are known.
         max_total_tokens: Maximum length of prompt and output together.
         masked_from: First token position at which a mask may restrict sampling.
+        plain_to: A decode before this token position samples without a mask, an adapter or pooling.
         most_blocks: Maximum number of blocks held at once (see `SchedulerConfig.most_blocks`).
         expected_output: Expected tokens of the answer, for a promise with a deadline.
     """
@@ -83,6 +84,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
     masked_from: int = field(init=False)
+    plain_to: int = field(init=False)
     most_blocks: int = sys.maxsize
     expected_output: int = sys.maxsize
 
@@ -91,6 +93,7 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.max_total_tokens = self.num_prompt_tokens + self.spec.sampling.max_tokens
         self.masked_from = self.num_prompt_tokens + self.spec.sampling.masked_from
+        self.plain_to = 0 if self.spec.adapter or self.spec.pooling is not None else self.masked_from
         self.withholds = self.spec.final_only and self.request_class is RequestClass.OFFLINE
         resumed = self.spec.resumed
         if resumed is not None and resumed.token_ids:
@@ -174,19 +177,18 @@ class Request:
         self.status = status
 
 
-def due(requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
+def due(requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
     """Split running requests into those whose next token is due and those with more pending tokens, in the given order.
 
     Equivalent to calling `num_pending_tokens` on each request, but without the call: a step checks hundreds of
     requests.
     """
-    decodes: list[Request] = []
-    prompts: list[Request] = []
-    for request in requests:
-        computed = request.num_computed_tokens
-        pending = len(request.token_ids) + request.num_placeholders - computed
-        if pending > 1:
-            prompts.append(request)
-        elif pending == 1 and computed + 1 < request.max_total_tokens:
-            decodes.append(request)
-    return decodes, prompts
+    decodes = [
+        r
+        for r in requests
+        if len(r.token_ids) + r.num_placeholders - r.num_computed_tokens == 1
+        and r.num_computed_tokens + 1 < r.max_total_tokens
+    ]
+    if len(decodes) == len(requests):
+        return decodes, []
+    return decodes, [r for r in requests if len(r.token_ids) + r.num_placeholders - r.num_computed_tokens > 1]

@@ -8,7 +8,7 @@ not taken from a prefix. If layers are recurrent, a cached prefix ends at its la
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import NamedTuple
@@ -238,6 +238,18 @@ class Cache:
             self._run(request, block)
             cache_map.blocks.append(block)
         return min(length, len(cache_map.blocks) * block_size - start)
+
+    def grow_each(self, requests: Sequence[Request]) -> bool:
+        """Append a block to each running request of a class, as `extend` does. Return False if free units lack."""
+        if len(requests) * UNITS_PER_BLOCK > self.device.num_free_units:
+            return False
+        if any(request.cache_map.kind.form.compact for request in requests):
+            return False
+        online = requests[0].request_class is RequestClass.ONLINE
+        new = self.device.take_free(CacheKind.KV, len(requests), online=online)
+        for request, block in zip(requests, new, strict=True):
+            request.cache_map.blocks.append(block)
+        return True
 
     def restore(self, request: Request, max_tokens: int, step_id: int, *, reserve: int) -> list[tuple[int, CacheEntry]]:
         """Convert compact blocks of a request to K and V while more than `reserve` units are available.

@@ -6,8 +6,6 @@ online request. Parked blocks of waiting requests are moved or dropped before a 
 `engine.cache` decides where blocks go. Time limits and scheduling order are decided elsewhere.
 """
 
-from collections.abc import Sequence
-
 from engine.api import RequestClass
 from engine.cache.cache import Claim
 from engine.limits import UNITS_PER_BLOCK
@@ -82,11 +80,19 @@ class Allocation:
             parked.reclaim(units, self._step_id, online=False, but=request, spared=frozenset(claim.hits))
         return missing() <= 0
 
-    def grow_decodes(self, requests: Sequence[Request]) -> list[Request]:
-        """Make room for one more token of each request and return those that have it.
+    def grow_decodes(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
+        """Make room for one more token of each of these requests of one class.
 
-        The returned requests are marked as part of the step, so that a later one cannot preempt them.
+        Return those that have it, and the number of tokens of each then. They are marked as part of the step if others
+        were preempted for them, so that a later one cannot preempt them.
         """
+        contexts = [request.num_computed_tokens + 1 for request in requests]
+        size = self._block_size
+        full = [request for request, tokens in zip(requests, contexts, strict=True) if not (tokens - 1) % size]
+        full = [request for request in full if request.num_computed_tokens >= len(request.cache_map.blocks) * size]
+        if not full or self._cache.grow_each(full):
+            self.appended += [AppendedEntries(r.row, (r.cache_map.blocks[-1].entry,)) for r in full]
+            return requests, contexts
         granted: list[Request] = []
         for request in requests:  # row < 0: an earlier request of the loop preempted this one
             blocks = request.cache_map.blocks
@@ -95,7 +101,7 @@ class Allocation:
             ):
                 request.last_step = self._step_id
                 granted.append(request)
-        return granted
+        return granted, [request.num_computed_tokens + 1 for request in granted]
 
     def grow_decode(self, request: Request) -> bool:
         """Make room for one more token of a decode. Preempt for a block if necessary, possibly the request itself."""

@@ -6,21 +6,18 @@
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import repeat
-from operator import attrgetter
 
-from engine.api import RequestClass
+from engine.api import RequestClass, quick_rows
 from engine.cache.blocks import CacheKind, Tier
 from engine.cache.cache import Claim
 from engine.request import Request, RequestStatus
 from engine.scheduling.allocation import Allocation
 from engine.scheduling.in_flight import InFlight
 from engine.scheduling.laxity import PrefillPace, prefill_pace
-from engine.scheduling.ledger import StepLedger, num_masked
+from engine.scheduling.ledger import StepLedger
 from engine.scheduling.output import Chunk, Draft, NewRequest, SavedState, SchedulerOutput
 from engine.scheduling.state import SchedulerState
 from predictor.features import CacheWork
-
-_pooling, _adapter = attrgetter("spec.pooling"), attrgetter("spec.adapter")
 
 
 class StepDraft:
@@ -104,26 +101,25 @@ class StepDraft:
             if end >= request.masked_from:
                 self.ledger.charge_masks(1)
 
-    def add_decodes(self, requests: Sequence[Request]) -> None:
-        """Add one token of each request; the caller charges these tokens.
+    def add_decodes(self, requests: Sequence[Request], contexts: Sequence[int]) -> None:
+        """Add one token of each request; the caller charges these tokens. `contexts`: number of their tokens then.
 
-        Same as `add_chunk` per request, but faster for the hundreds of decodes of a step. The requests are already
-        marked as part of the step (`last_step`).
+        Same as `add_chunk` per request, but faster for the hundreds of decodes of a step.
         """
-        cache = self.state.cache
-        special = cache.num_compact or cache.keeps_states or self.state.unwritten
-        if special or any(map(_pooling, requests)) or any(map(_adapter, requests)):
+        cache, step_id = self.state.cache, self.step_id
+        special = [request for request, end in zip(requests, contexts, strict=True) if end >= request.plain_to]
+        if cache.num_compact or cache.keeps_states or self.state.unwritten or not all(r.plain_to for r in special):
             for request in requests:
                 self.add_chunk(request, 1)
             return
-        self.ledger.charge_masks(num_masked(requests))
-        starts = [request.num_computed_tokens for request in requests]
-        fields = zip([request.row for request in requests], starts, repeat(1), repeat(True), strict=False)
-        self.chunks.extend(map(tuple.__new__, repeat(Chunk), fields))  # 256 take 0.03 ms instead of 0.05 ms
-        self.requests.extend(requests)
-        for request, start in zip(requests, starts, strict=True):
-            request.num_computed_tokens = start + 1
+        self.ledger.charge_masks(len(special))
+        rows, starts = [request.row for request in requests], [end - 1 for end in contexts]
+        self.chunks += quick_rows(Chunk, rows, starts, repeat(1), repeat(True))
+        self.requests += requests
+        for request, end in zip(requests, contexts, strict=True):
+            request.num_computed_tokens = end
             request.num_placeholders += 1
+            request.last_step = step_id
 
     def add_guesses(self, request: Request, token_ids: Sequence[int]) -> int:
         """Verify drafted tokens behind the decode of a request in this step, as many as its blocks have room for.

@@ -58,10 +58,10 @@ class OfflineFill:
         contexts = ledger.read([request.num_computed_tokens + 1 for request in decodes])
         if not allowance.fits_decodes(ledger.features, seconds, len(decodes), contexts):
             return 0
-        granted = draft.allocation.grow_decodes(decodes)
+        granted, lengths = draft.allocation.grow_decodes(decodes)
         if granted:
-            ledger.charge_more_decodes(len(granted), ledger.read([r.num_computed_tokens + 1 for r in granted]))
-            draft.add_decodes(granted)
+            ledger.charge_more_decodes(len(granted), ledger.read(lengths))
+            draft.add_decodes(granted, lengths)
         return examined
 
     def _leading_decodes(self, plan: OfflinePlan) -> tuple[list[Request], int]:

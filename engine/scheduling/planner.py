@@ -8,11 +8,11 @@ item again against the actual leftover. The search yields regularly so that a ca
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from operator import attrgetter
 from typing import NamedTuple
 
-from engine.api import RequestClass
+from engine.api import RequestClass, quick_rows
 from engine.cache.blocks import count_gone, count_units
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, due
@@ -182,7 +182,7 @@ def _plan_decodes(
         return [], 0
     ledger.charge_more_decodes(count, context_sum)
     ledger.charge_masks(masked)
-    return [PlannedChunk(request.spec.request_id, 1, running=True) for request in decodes], examined
+    return [*quick_rows(PlannedChunk, [r.spec.request_id for r in decodes], repeat(1), repeat(True))], examined
 
 
 def _largest(allowance: OfflineAllowance, ledger: StepLedger, start: int, wanted: int, masked: bool) -> int:

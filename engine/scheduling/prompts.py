@@ -51,12 +51,13 @@ class PromptFill:
     """Add online prompts to the step.
 
     Attributes:
+        any_running: Whether any online prompt was in progress before this step.
         has_added: Whether any prompt was added.
         time_limit: Seconds from the start of the step at which it must end for its decodes.
     """
 
     def __init__(self, draft: StepDraft) -> None:
-        self.has_added = False
+        self.any_running = self.has_added = False
         self.time_limit = math.inf
         self._draft = draft
         self._state = draft.state
@@ -71,7 +72,7 @@ class PromptFill:
             starts: The requests that may start if a knapsack chose them; None: queue order.
             first: Requests that start before any other, in order, even if they were not chosen.
         """
-        prompts = self._state.running_prompts()
+        prompts = self._state.running_prompts() if self.any_running else []
         if not prompts and not self._state.waiting_online:
             return
         self._allocation.prompts = list(prompts)

@@ -71,11 +71,11 @@ class StepBuilder:
         """
         draft, ledger, objective = self._draft, self._draft.ledger, self._state.objective
         decodes, prompts = due(online_order(self._state, draft.now))
-        decodes = draft.allocation.grow_decodes(decodes)
+        self._prompts.any_running = bool(prompts)
+        decodes, contexts = draft.allocation.grow_decodes(decodes)
         timed = ledger.model is not None and (not math.isinf(objective.tbt) or bool(self._state.promised))
         slacks = [due_at - draft.now for due_at in self._state.token_deadlines(decodes, draft.now)] if timed else []
-        contexts = [request.num_computed_tokens + 1 for request in decodes]
-        draft.add_decodes(decodes)
+        draft.add_decodes(decodes, contexts)
         self._decodes = decodes
         ledger.charge_decodes(contexts)
         for request in prompts:
