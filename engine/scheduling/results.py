@@ -91,6 +91,7 @@ class Results:
             return self._confirm_others(flight, tokens, result, now)
         running, block_size, publish = RequestStatus.RUNNING, self._state.config.block_size, self._state.cache.publish
         outputs: list[RequestOutput] = []
+        new = tuple.__new__  # 256 outputs and times take 0.08 ms less than by `quick_constructor`
         decodes, offline, offline_class = 0, 0, RequestClass.OFFLINE
         for chunk, request, epoch, token in zip(chunks, flight.requests, flight.epochs, tokens, strict=True):
             if token < 0 or request.status is not running or request.epoch != epoch:
@@ -103,16 +104,29 @@ class Results:
             if end // block_size > request.cache_map.num_published:
                 publish(request)
             request.num_placeholders -= 1
-            spec = request.spec
+            spec, known = request.spec, request.token_ids
             if length == 1 and not spec.probe:
                 decodes += 1
                 offline += spec.request_class is offline_class
             else:
                 self._counters.count(chunk, spec)
-            if len(request.token_ids) < request.quiet_until and token not in spec.sampling.stop_token_ids:
-                request.token_ids.append(token)
-            else:
+            if len(known) + 1 >= request.max_total_tokens or token in spec.sampling.stop_token_ids:
                 outputs.append(self._append_token(request, token, None, now))
+            elif len(known) < request.quiet_until:
+                known.append(token)
+            elif request.withholds:
+                outputs.append(self._append_token(request, token, None, now))
+            else:
+                known.append(token)
+                arrival, scheduled, first, _, _ = request.times
+                times = new(RequestTimes, (arrival, scheduled, now if first is None else first, now, None))
+                request.times = times
+                plain = (
+                    spec.request_id, (token,), None, times, request.num_prompt_tokens, request.num_cached_tokens,
+                    len(known) - request.num_prompt_tokens, None, None, None, request.num_preemptions,
+                    spec.request_class, request.beside_offline, None, spec.probe,
+                )  # fmt: skip
+                outputs.append(new(RequestOutput, plain))
         self._counters.decode_tokens += decodes
         self._counters.offline_computed_tokens += offline
         return outputs
