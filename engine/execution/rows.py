@@ -16,7 +16,7 @@ from engine.arrays import FloatArray, IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.forms import Pooling
 from engine.limits import Limits
-from engine.scheduling.output import NewRequest, SavedState, SchedulerOutput
+from engine.scheduling.output import AppendedEntries, NewRequest, SavedState, SchedulerOutput
 
 UNKNOWN = -1
 """Placeholder for a token that only the device knows so far."""
@@ -166,8 +166,9 @@ class RowTable:
             self._empty(row)
         for new in output.new_requests:
             self._write(new)
-        for appended in output.appended:
-            self._extend(appended.row, appended.entries)
+        if len(output.appended) < 2 or not self._extend_each(output.appended):
+            for appended in output.appended:
+                self._extend(appended.row, appended.entries)
         for row, block, entry in output.replaced:
             assert block < self.num_blocks[row], "a replaced block must exist in the row"
             self._put(row, block, entry)
@@ -220,10 +221,10 @@ class RowTable:
         if not self._changed:
             return np.zeros(0, np.int64)
         changed, self._changed = self._changed, []
-        return np.unique(np.concatenate(changed))
+        return changed[0] if len(changed) == 1 else np.unique(np.concatenate(changed))
 
     def note(self, rows: IntArray | int, blocks: IntArray) -> None:
-        """Record that entries of the blocks were written."""
+        """Record that entries of the blocks, all different, were written."""
         if self._changed is not None:
             self._changed.append(rows * self.tables.shape[2] + blocks)
 
@@ -244,6 +245,20 @@ class RowTable:
         self.pools[new.row] = new.pooling is not None
         self.adapters[new.row] = new.adapter
         self._extend(new.row, new.entries)
+
+    def _extend_each(self, appended: Sequence[AppendedEntries]) -> bool:
+        """Append one block of K and V to each of several rows, or return False without a change."""
+        rows = [each.row for each in appended]
+        entries = [each.entries[0] for each in appended if len(each.entries) == 1]
+        units = [e.units for e in entries if e.kind is CacheKind.KV and e.tier is Tier.DEVICE]
+        if not len(units) == len(set(rows)) == len(rows):
+            return False
+        blocks = self.num_blocks[rows]
+        assert blocks.max() < self.tables.shape[2], "the block table exceeds the longest context"
+        self.tables[:2, rows, blocks] = np.array(units).T
+        self.num_blocks[rows] += 1
+        self.note(np.array(rows), blocks)
+        return True
 
     def _extend(self, row: int, entries: Sequence[CacheEntry]) -> None:
         if not entries:
