@@ -110,11 +110,10 @@ class Results:
                 offline += spec.request_class is offline_class
             else:
                 self._counters.count(chunk, spec)
-            if len(known) + 1 >= request.max_total_tokens or token in spec.sampling.stop_token_ids:
-                outputs.append(self._append_token(request, token, None, now))
-            elif len(known) < request.quiet_until:
+            stops, size = spec.sampling.stop_token_ids, len(known)
+            if size < request.quiet_until and token not in stops:
                 known.append(token)
-            elif request.withholds:
+            elif request.withholds or size + 1 >= request.max_total_tokens or token in stops:
                 outputs.append(self._append_token(request, token, None, now))
             else:
                 known.append(token)
