@@ -1,8 +1,11 @@
 #!/bin/sh
 # A container listens on every address of its own network, which the server does only with keys. Without one it makes a
-# key, keeps it in the state volume and says where: nothing is open by accident.
+# key, keeps it in the state volume and says where: nothing is open by accident. Servers that share a database get their
+# keys from there (`tidemill keys`).
 set -eu
-if [ "${1:-serve}" = serve ] && [ -z "${TIDEMILL_API_KEY:-}" ] && [ -z "${TIDEMILL_API_KEY_FILE:-}" ]; then
+given=${TIDEMILL_API_KEY:-}${TIDEMILL_API_KEY_FILE:-}
+case ${TIDEMILL_STATE_DIR:-} in postgres*) given=database ;; esac
+if [ "${1:-serve}" = serve ] && [ -z "$given" ]; then
     file=/var/lib/tidemill/api-key
     if [ ! -s "$file" ]; then
         umask 077

@@ -12,13 +12,19 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
 import yaml
 
+from engine.config import EngineConfig
+from engine.refusals import check_combinations
+from gateway.cli import _parser
+from gateway.commands.flags import flags_of, resolve_configs
 from gateway.config import ServerConfig
 from gateway.server import CLOSE_SECONDS, LAST_SECONDS
+from gateway.store.opening import find_state
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"
@@ -111,6 +117,7 @@ def test_the_entry_point_makes_a_key_once_and_keeps_it_private(tmp_path: Path) -
 def test_a_key_that_was_given_is_used(tmp_path: Path) -> None:
     assert run_entry_point(tmp_path, TIDEMILL_API_KEY="mine")[1] == "serve --port 9|mine"
     assert run_entry_point(tmp_path, TIDEMILL_API_KEY_FILE="/keys")[1] == "serve --port 9|"
+    assert run_entry_point(tmp_path, TIDEMILL_STATE_DIR="postgresql://h/d?objects=s3://b")[1] == "serve --port 9|"
     assert not (tmp_path / "api-key").exists()
 
 
@@ -195,10 +202,32 @@ def test_each_manifest_keeps_the_schema_of_kubernetes(name: str) -> None:
             kubernetes_validate.validate(document | {"specs": {}}, "1.34", strict=True)
 
 
-def test_compose_passes_the_model_the_slo_and_the_token() -> None:
-    (compose,) = documents(DOCKER / "compose.yaml")
-    environment = compose["services"]["tidemill"]["environment"]
-    assert {"TIDEMILL_API_KEY", "TIDEMILL_MODEL", "TIDEMILL_SLO", "HF_TOKEN"} <= set(environment)
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.cluster.yaml"])
+def test_compose_gives_settings_that_the_server_takes(name: str) -> None:
+    (compose,) = documents(DOCKER / name)
+    service = compose["services"]["tidemill"]
+    environment: dict[str, Any] = service["environment"]
+    flags = {flag.variable for kind in (EngineConfig, ServerConfig) for flag in flags_of(kind)}
+    ours = {variable for variable in environment if variable.startswith("TIDEMILL_")}
+    assert {"TIDEMILL_API_KEY", "TIDEMILL_MODEL", "TIDEMILL_SLO"} <= ours <= flags and "HF_TOKEN" in environment
+    given = {variable: environment[variable] or "" for variable in ours}
+    configs = resolve_configs(_parser().parse_args(service["command"]), (EngineConfig, ServerConfig), given)
+    check_combinations(*configs)
+    place = find_state(configs[1].state_dir)
+    if name == "compose.yaml":
+        assert place.database is None
+        return
+    database, objects = urlsplit(place.database or ""), urlsplit(place.objects or "")
+    assert database.hostname and objects.scheme == "s3"
+    postgres, minio = compose["services"][database.hostname], compose["services"]["minio"]
+    made = postgres["environment"]
+    assert (database.username, database.path) == (made["POSTGRES_USER"], f"/{made['POSTGRES_DB']}")
+    assert urlsplit(environment["AWS_ENDPOINT_URL"]).netloc == "minio:9000"
+    assert f"mkdir -p /data/{objects.netloc} " in minio["entrypoint"][-1] and "minio:/data" in minio["volumes"]
+    assert environment["AWS_ACCESS_KEY_ID"] == minio["environment"]["MINIO_ROOT_USER"]
+    passwords = {environment["PGPASSWORD"], environment["AWS_SECRET_ACCESS_KEY"], made["POSTGRES_PASSWORD"]}
+    assert passwords == {minio["environment"]["MINIO_ROOT_PASSWORD"]}
+    assert set(service["depends_on"]) == {database.hostname, "minio"}
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's package prometheus has promtool")
