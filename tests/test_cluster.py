@@ -451,6 +451,7 @@ async def test_servers_share_keys_limits_and_usage(
             with pytest.raises(openai.AuthenticationError):
                 await send(server, "old")
         await asyncio.to_thread(postgres.kill)
+        assert await asyncio.to_thread(main, ["keys", str(tmp_path / "keys"), "postgresql://"]) == 2
         assert (await send(one, "new")).choices and (await send(two, "new")).choices
     async with batch_server(tokenizer, places[0], **options) as (served, _):
         assert "secret" not in (places[0].folder / "keys").read_text()

@@ -1,7 +1,9 @@
 """`tidemill migrate ADDRESS`: copy files and batches from a state folder to PostgreSQL, and to an object store.
 `tidemill keys FILE ADDRESS`: put the keys of a file into PostgreSQL."""
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -27,10 +29,17 @@ def run(state_dir: str | None, address: str) -> str:
     source, target = find_state(state_dir), find_state(address)
     if source.database is not None or target.database is None:
         raise ConfigError("tidemill migrate copies the folder of --state-dir to ADDRESS (postgresql://HOST/NAME?...)")
-    try:
+    with _faults("the migration stopped"):
         return migrate(source, target)
-    except StorageError as error:
-        raise ConfigError(f"the migration stopped ({cause_of(error)}); repeat the command") from error
+
+
+@contextmanager
+def _faults(what: str) -> Iterator[None]:
+    """Convert errors of the databases and the disk into ConfigError, which begins with `what`."""
+    try:
+        yield
+    except (StorageError, sqlite3.Error, find_postgres().psycopg.Error) as error:
+        raise ConfigError(f"{what} ({cause_of(error)}); repeat the command") from error
 
 
 def put_key_file(file: str, address: str) -> str:
@@ -39,14 +48,11 @@ def put_key_file(file: str, address: str) -> str:
     ring = KeyRing(*parse_lines(f"FILE {file}", lines))
     if place.database is None or place.objects is None:
         raise ConfigError("tidemill keys needs an ADDRESS that servers share: postgresql://...?objects=s3://...")
-    try:
-        connection = find_postgres().open_database(place.database, place.objects)
-        try:
-            put_keys(connection, "\n".join(filter(None, lines)))
-        finally:
-            connection.close()
-    except StorageError as error:
-        raise ConfigError(f"the database is away ({cause_of(error)}); repeat the command") from error
+    with (
+        _faults("the change of the keys stopped"),
+        closing(find_postgres().open_database(place.database, place.objects)) as rows,
+    ):
+        put_keys(rows, "\n".join(filter(None, lines)))
     return f"{ring} are in the database; servers without --api-key-file use them from their next heartbeat on"
 
 
