@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -26,6 +27,9 @@ from gateway.models import ModelNames
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog
 from predictor.promise import Promise
+from predictor.slo import parse_slo
+
+log = logging.getLogger("tidemill.gateway")
 
 DISK_SECONDS = 1.0
 """Timeout of a disk check."""
@@ -140,8 +144,11 @@ class GatewayContext:
         await self.keys_changed()
 
     async def keys_changed(self) -> None:
-        """Apply new limits, and call `on_new_keys`."""
+        """Apply new limits, warn of unknown service classes, and call `on_new_keys`."""
         self.admissions.recheck()
+        known = [name for name, _ in parse_slo(self.client.info.slo).by_class]
+        for unknown in sorted(self.keys.ring.classes.difference(known)):
+            log.warning("keys name an unknown service class '%s'; --slo has %s", unknown, ", ".join(known))
         for follow in self.on_new_keys:
             await follow()
 

@@ -376,7 +376,7 @@ async def test_sighup_reloads_keys_and_nothing_that_runs_is_dropped(
         waiting = asyncio.create_task(chat(old))
         await eventually(lambda: served.app.state.context.admissions.num_waiting("acme") == 1)
         before = ring.ring
-        keys_of(tmp_path, "new acme requests=2")
+        keys_of(tmp_path, "new acme requests=2 class=gold")
         await hang_up()
         await eventually(lambda: ring.ring is not before)
         await served.engine.wait_for_event("add", 2)  # the one that waited has come in: the new limit is 2
@@ -393,7 +393,11 @@ async def test_sighup_reloads_keys_and_nothing_that_runs_is_dropped(
         await hang_up()
         await eventually(lambda: "the keys are unchanged" in caplog.text)
         assert ring.ring is held and (await chat(new)).choices
-    assert "1 keys of 1 tenants" in caplog.text and "line 1: expected" in caplog.text
+    assert (
+        "1 keys of 1 tenants" in caplog.text
+        and "unknown service class 'gold'" in caplog.text
+        and "line 1: expected" in caplog.text
+    )
 
 
 async def test_sighup_without_a_key_file_does_nothing(
