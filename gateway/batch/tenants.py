@@ -132,7 +132,7 @@ class TenantExchange:
             with suppress(StorageError):
                 kept = None if self._keys.file is not None else await asyncio.to_thread(self._folder.kept_keys)
                 if kept is not None:
-                    self._keys.adopt(kept.splitlines())
+                    await self._adopt("", kept)
             with suppress(StorageError):
                 await self.exchange()
             self._task = asyncio.create_task(self._run(), name="tidemill-tenants")
@@ -165,7 +165,7 @@ class TenantExchange:
         async with self._lock:
             if not self._store.is_shared:
                 return
-            if not self._sent:  # else the last report had no answer, and is repeated with its number
+            if self.usage and not self._sent:  # else a report without an answer is repeated with its number
                 self._sent, self.usage, self._number = self.usage, {}, self._number + 1
             own = self._admissions.loads()
             news = await self._store.exchange(self._number, self._sent, own, self._version)
@@ -180,7 +180,7 @@ class TenantExchange:
         self._version = version
         try:
             self._keys.adopt(lines.splitlines())
-        except ConfigError as error:  # of another version of tidemill
+        except ConfigError as error:  # of another version of tidemill, or a damaged copy
             log.error("the keys are unchanged: %s", error.message)
             return
         log.info("keys in the database: %s", self._keys.ring)

@@ -140,7 +140,7 @@ class StateFolder:
     def kept_keys(self) -> str | None:
         """Return the copy of the keys in the database, if there is one. Blocking. Raises StorageError."""
         with self.disk.storing():
-            return path.read_text() if (path := self.root / "keys").exists() else None
+            return path.read_text(errors="replace") if (path := self.root / "keys").exists() else None
 
     def keep_keys(self, lines: str) -> None:
         """Copy the keys in the database. Blocking. Raises StorageError."""

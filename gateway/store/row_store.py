@@ -142,12 +142,11 @@ class TenantRows(ServerRows):
     ) -> TenantNews:
         """Add usage of requests, unless the report of this `number` has been added before; replace this server's loads;
         return news. `version`: known version of the keys."""
-        is_new = connection.execute(
+        query = (
             "INSERT INTO reports (server, number) VALUES (?, ?) ON CONFLICT (server) DO UPDATE "
-            "SET number = excluded.number WHERE reports.number < excluded.number",
-            (self.server, number),
+            "SET number = excluded.number WHERE reports.number < excluded.number"
         )
-        if is_new.rowcount > 0:
+        if usage and connection.execute(query, (self.server, number)).rowcount > 0:
             now = self._now(connection)
             connection.executemany(
                 "INSERT INTO request_usage (tenant, since, input_tokens, cached_tokens, output_tokens) "
