@@ -1,5 +1,6 @@
 """Three servers with stub engines share PostgreSQL and an object store: the throughput of three servers against one,
-and batches under random faults: servers and PostgreSQL killed, their network paused. Exit 1 on a broken promise.
+and batches, chats and changes of keys under random faults: servers and PostgreSQL killed, their network paused. Exit 1
+on a broken promise.
 
 Needs PostgreSQL's programs, and `pip install 'tidemill[cluster]' 'moto[server]'`.
 """
@@ -29,12 +30,17 @@ from benchmarks.chaos import load
 from benchmarks.chaos.promises import Promise, never, none_of, show, shown
 from benchmarks.cluster_server import MODEL
 from benchmarks.machine import describe
+from engine.errors import ConfigError
+from gateway.commands.migrate import put_key_file
 from gateway.store.lease_rows import DEAD_SECONDS
 
 SERVERS, SLOTS, TENANTS = 3, 32, ("red", "blue")
 KEYS = {tenant: f"sk-{tenant}" for tenant in TENANTS}
 START_SECONDS, RETRY_SECONDS, WAIT_SECONDS = 60.0, 0.3, 240.0
 TOKENS, SPEEDUP = 8, 2.7
+OBJECTS = "s3://bucket/p"
+CHATS, CHAT_LIMIT, KEY_SECONDS = 4, 6, 5.0
+"""Chats of a tenant at a time, its limit of requests on all servers, and mean seconds between changes of the keys."""
 LATE_SECONDS = 60.0 + 2 * DEAD_SECONDS
 """Maximum time from the cancellation or expiry of a batch to its end, without faults after it: other servers have
 `cancel_seconds`, and the owner may have to be replaced."""
@@ -84,7 +90,7 @@ class Database:
 
     def __init__(self, folder: Path) -> None:
         programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/pg_ctl")) or [Path(shutil.which("pg_ctl") or "")]
-        self._programs, self._folder = programs[-1].parent, folder
+        self._programs, self.folder = programs[-1].parent, folder
         folder.mkdir()
         if os.getuid() == 0:
             shutil.chown(folder, "postgres")
@@ -93,18 +99,18 @@ class Database:
 
     @property
     def socket(self) -> str:
-        return f"{self._folder}/.s.PGSQL.5432"
+        return f"{self.folder}/.s.PGSQL.5432"
 
     def start(self) -> None:
-        options = f"-c listen_addresses='' -c unix_socket_directories={self._folder} -c fsync=off"
-        self._run("pg_ctl", "start", "--wait", "--silent", f"--log={self._folder}/log", f"--options={options}")
+        options = f"-c listen_addresses='' -c unix_socket_directories={self.folder} -c fsync=off"
+        self._run("pg_ctl", "start", "--wait", "--silent", f"--log={self.folder}/log", f"--options={options}")
 
     def kill(self) -> None:
         """End all its processes without a checkpoint."""
         self._run("pg_ctl", "stop", "--mode=immediate", "--silent")
 
     def _run(self, name: str, *options: str) -> None:
-        words = [str(self._programs / name), f"--pgdata={self._folder}/data", *options]
+        words = [str(self._programs / name), f"--pgdata={self.folder}/data", *options]
         if os.getuid() == 0:
             words = ["runuser", "--user", "postgres", "--", *words]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL, cwd="/")
@@ -113,9 +119,9 @@ class Database:
 class Member:
     """One server with its own local folder and its own way to the database and the object store."""
 
-    def __init__(self, folder: Path, database: str, objects: int, keys: Path, seconds: float) -> None:
+    def __init__(self, folder: Path, database: str, objects: int, seconds: float) -> None:
         self.folder = folder
-        self._keys, self._seconds = keys, seconds
+        self._seconds = seconds
         self._proxies = Proxy(database), Proxy(objects)
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
@@ -132,7 +138,7 @@ class Member:
 
     def _launch(self) -> None:
         database, objects = (proxy.port for proxy in self._proxies)
-        state = f"postgresql://postgres@127.0.0.1:{database}/postgres?sslmode=disable&objects=s3://bucket/p"
+        state = f"postgresql://postgres@127.0.0.1:{database}/postgres?sslmode=disable&objects={OBJECTS}"
         environment = {
             **os.environ,
             "XDG_STATE_HOME": str(self.folder),
@@ -145,7 +151,7 @@ class Member:
         self.folder.mkdir(exist_ok=True)
         self._starts += 1
         log = self.folder / f"log-{self._starts}"
-        words = [sys.executable, "-m", "benchmarks.cluster_server", state, str(self._keys), str(SLOTS)]
+        words = [sys.executable, "-m", "benchmarks.cluster_server", state, str(SLOTS)]
         with log.open("wb") as output:
             words += [str(self._seconds), self.url.rpartition(":")[2] or "0"]
             self._process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environment)
@@ -170,8 +176,8 @@ class Member:
             proxy.go_on()
 
     async def ask(self, method: str, path: str, tenant: str, **options: Any) -> tuple[int, bytes]:
-        """Return status and body. Raises aiohttp.ClientError or TimeoutError."""
-        headers = {"Authorization": f"Bearer {KEYS[tenant]}", **options.pop("headers", {})}
+        """Return status and body. `tenant`: or another key. Raises aiohttp.ClientError or TimeoutError."""
+        headers = {"Authorization": f"Bearer {KEYS.get(tenant, tenant)}", **options.pop("headers", {})}
         limit = aiohttp.ClientTimeout(total=40)
         async with (
             aiohttp.ClientSession(self.url, timeout=limit, headers=headers) as session,
@@ -187,8 +193,21 @@ class Site:
     database: Database
     members: list[Member]
     dice: random.Random
+    folder: Path
     harm: Counter[str] = field(default_factory=Counter)
     refused: int = 0
+    extra: str = ""
+    """A key that only the last change of the keys has."""
+
+    def put_keys(self) -> None:
+        """Change the keys in the database. Raises ConfigError while it is away."""
+        extra, file = secrets.token_hex(8), self.folder / "keys"
+        keys = {**KEYS, "blue": extra}.items() | KEYS.items()
+        lines = [f"{hashlib.sha256(key.encode()).hexdigest()} {name} requests={CHAT_LIMIT}" for name, key in keys]
+        file.touch(0o600)
+        file.write_text("\n".join(lines))
+        put_key_file(str(file), f"postgresql://postgres@/postgres?host={self.database.folder}&objects={OBJECTS}")
+        self.extra = extra
 
     def pick(self) -> Member | None:
         return self.dice.choice(up) if (up := [member for member in self.members if member.is_up]) else None
@@ -245,9 +264,6 @@ def _port_in(log: Path, words: str, process: "subprocess.Popen[bytes]") -> int:
 def _begin(folder: Path) -> tuple[Database, "subprocess.Popen[bytes]", int]:
     """Start the database and the object store; return the store's process and its port."""
     folder.chmod(0o755)  # for the user of PostgreSQL
-    keys = folder / "keys"
-    keys.touch(0o600)
-    keys.write_text("".join(f"{hashlib.sha256(key.encode()).hexdigest()} {name}\n" for name, key in KEYS.items()))
     database = Database(folder / "postgres")
     with (folder / "moto").open("wb") as output:
         words = [sys.executable, "-m", "moto.server", "-p", "0"]
@@ -261,12 +277,14 @@ async def site(servers: int, seconds: float, seed: int) -> AsyncIterator[Site]:
     folder = Path(tempfile.mkdtemp(prefix="tidemill-cluster-"))
     database, moto, objects = await asyncio.to_thread(_begin, folder)
     paths = [folder / str(number) for number in range(servers)]
-    members = [Member(path, database.socket, objects, folder / "keys", seconds) for path in paths]
+    members = [Member(path, database.socket, objects, seconds) for path in paths]
+    made = Site(database, members, random.Random(seed), folder)
     try:
         async with aiohttp.ClientSession() as session, session.put(f"http://127.0.0.1:{objects}/bucket") as response:
             response.raise_for_status()
+        await asyncio.to_thread(made.put_keys)
         await asyncio.gather(*(member.start() for member in members))
-        yield Site(database, members, random.Random(seed))
+        yield made
     finally:
         for member in members:
             member.kill()
@@ -359,6 +377,47 @@ async def look(made: Site, known: dict[str, str]) -> None:
         await asyncio.sleep(RETRY_SECONDS)
 
 
+async def chat(made: Site, tenant: str, counts: Counter[str]) -> None:
+    """Send chats to any server. Faults of the store change no answer; beyond the limit they are refused."""
+    body = {"model": MODEL, "prompt": "some words to answer", "max_tokens": TOKENS}
+    while True:
+        member = made.pick()
+        if member is not None:
+            counts["sent"] += 1
+            with suppress(aiohttp.ClientError, TimeoutError):
+                status, answer = await member.ask("POST", "/v1/completions", tenant, json=body)
+                counts[str(status)] += 1
+                counts["tokens"] += json.loads(answer)["usage"]["completion_tokens"] if status == 200 else 0
+                made.harm[f"chats with status {status}"] += status not in (200, 429)
+        await asyncio.sleep(made.dice.uniform(0.0, 2 * RETRY_SECONDS))
+
+
+async def change_keys(made: Site, counts: Counter[str]) -> None:
+    while True:
+        with suppress(ConfigError):  # the database is away
+            await asyncio.to_thread(made.put_keys)
+            counts["changes of keys"] += 1
+        await asyncio.sleep(made.dice.uniform(0.0, 2 * KEY_SECONDS))
+
+
+async def check_tenants(made: Site, sent: Counter[str]) -> int:
+    """After the faults, change the keys once more; compare keys and usage of all servers. Return the tokens of blue."""
+    old = made.extra
+    await asyncio.to_thread(made.put_keys)
+    await asyncio.sleep(DEAD_SECONDS)
+    found = set()
+    for member in made.members:
+        for key, right in ((old, 401), (made.extra, 200)):
+            status, body = await read(member, "/v1/usage", key)
+            made.harm[f"servers that answer {status} to a key, not {right}"] += status != right
+        rows = json.loads(body)["tenants"] if status == 200 else []
+        found.add(json.dumps([row["requests"] for row in rows]))
+    made.harm["servers with another usage"] += len(found) > 1
+    used = sum(row["output_tokens"] for row in json.loads(found.pop()))
+    made.harm["usage beyond the chats"] += used > TOKENS * sent["blue"]
+    return int(used)
+
+
 async def read(member: Member, path: str, tenant: str) -> tuple[int, bytes]:
     """Read from one server; repeat a 503, which it answers until it has connected again."""
     until, answer = time.monotonic() + LATE_SECONDS, (503, b"")
@@ -406,7 +465,9 @@ async def faults(lines: int, seconds: float, seed: int) -> list[Promise]:
         wanted: list[tuple[str, str, str]] = []
         until = time.monotonic() + seconds
         disturber = asyncio.create_task(disturb(made, until, counts))
-        looker = asyncio.create_task(look(made, known))
+        chats: dict[str, Counter[str]] = {tenant: Counter() for tenant in TENANTS}
+        others = [asyncio.create_task(look(made, known)), asyncio.create_task(change_keys(made, counts))]
+        others += [asyncio.create_task(chat(made, tenant, chats[tenant])) for tenant in TENANTS * CHATS]
         made.dice.shuffle(kinds)
         windows = {"expired": f"{max(1, round(seconds / 5))}s"}
 
@@ -427,7 +488,10 @@ async def faults(lines: int, seconds: float, seed: int) -> list[Promise]:
         await disturber
         calm = time.time()
         ended = [await check(made, batch, tenant, each, kind) for batch, tenant, kind in wanted]
-        looker.cancel()
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        used = await check_tenants(made, Counter({name: found["sent"] for name, found in chats.items()}))
     late = [0.0]
     for state in ended:
         if state["status"] in ("cancelled", "expired"):
@@ -442,6 +506,11 @@ async def faults(lines: int, seconds: float, seed: int) -> list[Promise]:
         *(shown(f"batches {name}", str(count)) for name, count in sorted(ends.items())),
         shown("lines answered", str(sum(state["rows"] for state in ended))),
         shown("requests answered with 503", str(made.refused)),
+        *(
+            shown(f"chats of {name}", f"{found['200']} answered, {found['429']} refused beyond the limit")
+            for name, found in chats.items()
+        ),
+        shown("usage of blue / tokens of its answers", f"{used} / {chats['blue']['tokens']}"),
         never(f"ends later than {LATE_SECONDS:.0f} s after the faults", sum(each > LATE_SECONDS for each in late)),
         shown("longest time to a cancelled or expired end", max(late), "s"),
     ]

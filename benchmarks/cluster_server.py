@@ -1,5 +1,5 @@
 """A tidemill server whose engine answers after a fixed time without computing: `python -m benchmarks.cluster_server`
-STATE KEYS SLOTS SECONDS PORT."""
+STATE SLOTS SECONDS PORT."""
 
 import asyncio
 import sys
@@ -122,10 +122,10 @@ class StubEngine:
         """There is no other process."""
 
 
-def main(state: str, keys: str, slots: str, seconds: str, port: str) -> int:
+def main(state: str, slots: str, seconds: str, port: str) -> int:
     tokenizer = Tokenizer.load(str(Path(engine.models.demo.__file__).parent / "weights"), probe=False)
     stub = StubEngine(int(slots), float(seconds), tokenizer.encode("a fixed answer of some words"))
-    config = ServerConfig(port=int(port), served_model_name=(MODEL,), api_key_file=keys, shutdown_timeout=5.0)
+    config = ServerConfig(port=int(port), served_model_name=(MODEL,), shutdown_timeout=5.0)
     folder = open_state(find_state(state))
     return run(create_app(stub, tokenizer, config, folder, BatchLimits(window_lines=4 * int(slots))), config)
 
