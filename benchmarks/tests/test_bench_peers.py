@@ -136,7 +136,8 @@ def test_each_server_runs_alone_and_the_peer_gets_its_lower_class(
     monkeypatch.setattr(colocation, "WARM_UP", 0.0)
     monkeypatch.setattr(colocation_peers, "LEARNING", 0.5)
     monkeypatch.setattr(colocation, "OUTSTANDING", 2)
-    args = argparse.Namespace(rate=8.0, seconds=1.0, seeds=2, ttft=100.0, tbt=100.0, loads=("steady", "long"))
+    loads = ("steady", "long")
+    args = argparse.Namespace(rate=8.0, seconds=1.0, seeds=2, ttft=100.0, tbt=100.0, learning=0.5, loads=loads)
     running: list[str] = []
     seen: list[dict[str, Any]] = []
     peer = engine("vLLM 64/8", offline={"priority": 10}, open=VLLM)
