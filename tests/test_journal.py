@@ -92,7 +92,7 @@ def content_of(path: Path, size: int) -> bytes:
 ROWS = [response_row(f"id-{i}", 200, {"text": "x" * (i * 40)}) for i in range(6)]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, sum(map(len, ROWS)) - 1), length=st.integers(1, 60), value=st.integers(1, 255))
 @example(place=len(ROWS[0]) - 1, length=1, value=7)  # a line end
 @example(place=len(ROWS[0]) + 3, length=1, value=ord("b") ^ ord("\n"))  # a line end too many
