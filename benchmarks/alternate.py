@@ -36,8 +36,8 @@ from dataclasses import replace
 
 from engine.colocation import waits
 
-searched = waits.initial_budget
-waits.initial_budget = lambda slo, model: replace(searched(slo, model), policy="hygen")
+priced = waits.initial_budget
+waits.initial_budget = lambda slo, model: replace(priced(slo, model), policy="hygen")
 """
 """`sitecustomize.py` of a server whose budget searches try flat budgets alone. No setting of a server does this."""
 
@@ -164,11 +164,9 @@ def run(
         folder = Path(name)
         live.make_model_folder(folder)
         flags = ("--slo", str(slo), "--state-dir", str(folder / "state"))
-        patches = Path(name) / "patches"
-        patches.mkdir()
         if flat:
-            (patches / "sitecustomize.py").write_text(FLAT_FILL)
-        with live.server(folder, 0, *flags, patches=patches) as url:
+            (folder / "sitecustomize.py").write_text(FLAT_FILL)
+        with live.server(folder, 0, *flags, patches=folder if flat else None) as url:
             turns = Turns(spells, seed)
             plan = colocation.plan_arm(url, arrivals, spells[-1].end, None, seed)
             records = asyncio.run(live.run(plan, turns)).requests

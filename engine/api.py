@@ -40,7 +40,7 @@ def quick_constructor(kind: Callable[P, T]) -> Callable[P, T]:
 
 
 def quick_rows(kind: type[T], *columns: Iterable[object]) -> Iterator[T]:
-    """Yield NamedTuples of `kind` from columns of its fields, at least one of them finite; fast as above."""
+    """Yield NamedTuples of `kind` from columns of its fields, fast as above. One column must be finite."""
     return map(tuple.__new__, repeat(kind), zip(*columns, strict=False))  # type: ignore[arg-type]
 
 

@@ -1,5 +1,7 @@
-"""Builds the native kernels from the checkout's sources, once per version of them: the tests of kernels run what is
-there, not what an install of earlier sources left behind."""
+"""Build the native kernels from the checkout's sources, once per version of the sources.
+
+The tests of kernels never run a library that an install of earlier sources left behind.
+"""
 
 import fcntl
 import hashlib

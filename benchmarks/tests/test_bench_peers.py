@@ -134,7 +134,6 @@ def test_each_server_runs_alone_and_the_peer_gets_its_lower_class(
 ) -> None:
     monkeypatch.setattr(live, "QUIET_SECONDS", 0.01)
     monkeypatch.setattr(colocation, "WARM_UP", 0.0)
-    monkeypatch.setattr(colocation_peers, "LEARNING", 0.5)
     monkeypatch.setattr(colocation, "OUTSTANDING", 2)
     loads = ("steady", "long")
     args = argparse.Namespace(rate=8.0, seconds=1.0, seeds=2, ttft=100.0, tbt=100.0, learning=0.5, loads=loads)

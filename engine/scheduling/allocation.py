@@ -81,10 +81,10 @@ class Allocation:
         return missing() <= 0
 
     def grow_decodes(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
-        """Make room for one more token of each of these requests of one class.
+        """Make room for one more token of each request; all requests have the same class.
 
-        Return those that have it, and the number of tokens of each then. They are marked as part of the step if others
-        were preempted for them, so that a later one cannot preempt them.
+        Return the requests with room, and their numbers of tokens after the step. If the pool is too full to give all
+        blocks at once, the returned requests are marked as part of the step, so that a later one cannot preempt them.
         """
         contexts = [request.num_computed_tokens + 1 for request in requests]
         size = self._block_size

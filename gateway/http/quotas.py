@@ -53,7 +53,7 @@ class Load(NamedTuple):
     requests: int
     """Requests in the engine."""
     tokens: int
-    """Prompt and maximum output tokens of these requests."""
+    """Sum of the prompt and maximum output tokens of the requests in the engine."""
     queued: int
     """Requests that wait for a place in the engine."""
 
