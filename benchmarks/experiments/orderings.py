@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from benchmarks.experiments import apt, hybridserve, hygen, kunserve, larry, parts, sal, unsteady
+from benchmarks.experiments import apt, hybridserve, hygen, kunserve, larry, llmd, parts, sal, unsteady
 from benchmarks.experiments.apt_point import Load
 from benchmarks.experiments.machine import MachineSpec
 from benchmarks.experiments.surface import Target
@@ -266,6 +266,10 @@ QUICK = {
         _llamas,
     ),
     "hybridserve": Quick(HYBRID, _hybrid),
+    "llmd-491": Quick(
+        replace(llmd.CONFIG, machine=replace(SLOW, max_num_seqs=64), rates=(3.0, 0.2), lines=60, phase=15.0, cycles=4),
+        _llmd,
+    ),
     "unsteady": Quick(replace(unsteady.CONFIG, window=60.0, machines=(1.0,)), _unsteady),
 }
 """Small configurations by experiment."""

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from itertools import cycle
 
 from benchmarks.experiments.machine import Machine, TrueLatency
-from engine.api import EngineRequest, RequestClass
+from engine.api import EngineRequest, RequestClass, RequestOutput
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.scheduling.policies import find_policy
-from engine.virtual import Arrival, VirtualDriver, VirtualRun
+from engine.virtual import Arrival, Keeper, VirtualDriver, VirtualRun
 from loadgen.simulation.run import Metrics, Row, measure, request_of
 from loadgen.stats import stream
 from predictor.budget import BudgetParams
 from predictor.features import LatencyPredictor
+from predictor.promise import Promise
 from predictor.samples import Sample
 
 ONLINE_ONLY = BudgetParams("hygen", 0.0)
@@ -32,6 +33,8 @@ FIRST_GROUP, OWN_TOKENS = 10, 1_000_000
 class Scenario:
     """`online` by arrival; `offline` lengths (arrival ignored), repeated without end unless `finite`. `shared`: of each
     of those rows the group it belongs to and how many prompt tokens that group shares; empty: no row shares any.
+    `windows`: seconds within which the rows of each job should end, jobs being equal parts of `offline`; empty: not
+    measured.
 
     Requests that arrive in [warm_up, measure_end] are measured; the run goes on to `end` (infinite: until all is done).
     """
@@ -43,6 +46,7 @@ class Scenario:
     end: float = math.inf
     finite: bool = False
     shared: tuple[tuple[int, int], ...] = ()
+    windows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +54,9 @@ class Setting:
     """What a run is made with. `offline_rate`: offline requests/s (None: a backlog that never ends, under `budget`).
 
     `oracle`: the scheduler knows true step times. `profile`: whose latency model it uses, "" for the machine's own or a
-    device's of `Machine.profiles`. `mixed`: offline work is sent as if it were online. `offline_policy`: the order of
-    waiting offline requests, "" for `psm` where prefixes are cached and else `fcfs`. `ttft`, `tbt`: absolute
-    objectives in seconds; a finite `ttft` makes LARRY's age guard active.
+    device's of `Machine.profiles`. `mixed`: offline rows arrive as online requests, evenly over so many seconds.
+    `offline_policy`: the order of waiting offline requests, "" for `psm` where prefixes are cached and else `fcfs`.
+    `ttft`, `tbt`: absolute objectives in seconds; a finite `ttft` makes LARRY's age guard active.
     """
 
     budget: BudgetParams = ONLINE_ONLY
@@ -60,15 +64,50 @@ class Setting:
     online_policy: str = "fcfs"
     oracle: bool = False
     profile: str = ""
-    mixed: bool = False
+    mixed: float | None = None
     offline_policy: str = ""
     ttft: float = math.inf
     tbt: float = math.inf
 
 
 def replay(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> Metrics:
-    """Run and measure; deterministic for equal arguments."""
-    return measure(run(machine, scenario, setting, seed), scenario.warm_up, scenario.measure_end)
+    """Run and measure; deterministic for equal arguments. Where the scenario has windows, `lines_kept` is the share of
+    offline rows that ended within theirs, and `lines_done` the seconds until the last one ended."""
+    ends = OfflineEnds()
+    driver = make_driver(machine, scenario, setting, seed, machine.runner(seed), ends if scenario.windows else None)
+    found = measure(driver.run(scenario.end), scenario.warm_up, scenario.measure_end)
+    return found | (ends.metrics(scenario) if scenario.windows else {})
+
+
+class OfflineEnds:
+    """When offline rows ended, in seconds by row. Has the methods of `engine.virtual.Keeper`."""
+
+    def __init__(self) -> None:
+        self._ended: dict[int, float] = {}
+
+    def on_arrival(self, request_class: RequestClass, now: float) -> None:
+        """Do nothing."""
+
+    def on_promise(self, request: EngineRequest, now: float) -> None:
+        """Do nothing."""
+
+    def on_refused(
+        self, request_class: RequestClass, prompt_tokens: int, now: float, promise: Promise | None = None
+    ) -> None:
+        """Do nothing."""
+
+    def on_step(self, output: SchedulerOutput, measured: float, outputs: list[RequestOutput], now: float) -> None:
+        """Record the ends of offline rows."""
+        del output, measured
+        for each in outputs:
+            if each.finish_reason is not None and each.request_id.startswith("f"):
+                self._ended[int(each.request_id[1:])] = now
+
+    def metrics(self, scenario: Scenario) -> Metrics:
+        """Return the share of the rows that ended within the window of their job, and the end of the last row."""
+        count, windows = len(scenario.offline), scenario.windows
+        kept = sum(at <= windows[row * len(windows) // count] for row, at in self._ended.items())
+        return {"lines_kept": kept / count, "lines_done": max(self._ended.values(), default=0.0)}
 
 
 def run(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> VirtualRun:
@@ -97,7 +136,7 @@ class _Recording:
 
 
 def make_driver(
-    machine: Machine, scenario: Scenario, setting: Setting, seed: int, runner: ModelRunner
+    machine: Machine, scenario: Scenario, setting: Setting, seed: int, runner: ModelRunner, keeper: Keeper | None = None
 ) -> VirtualDriver:
     """The driver of a run that has not begun."""
     limit = machine.config.max_model_len
@@ -107,9 +146,11 @@ def make_driver(
         for i, row in enumerate(scenario.online)
     ]
     offline = None
-    if setting.mixed:
+    if setting.mixed is not None:
+        gap = setting.mixed / max(1, len(scenario.offline))
         arrivals += [
-            Arrival(0.0, request_of(f"f{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(scenario.offline)
+            Arrival(i * gap, request_of(f"f{i}", row, RequestClass.ONLINE, limit))
+            for i, row in enumerate(scenario.offline)
         ]
     elif setting.offline_rate is not None:
         arrivals += _at_rate(scenario, setting.offline_rate, seed, limit)
@@ -119,7 +160,7 @@ def make_driver(
     window = (scenario.warm_up, scenario.measure_end)
     # Prefix order is worth what it can see: a batch queue knows far more lines than run at a time.
     backlog = PREFIX_BACKLOG if scenario.shared else 2 * machine.config.max_num_seqs
-    return VirtualDriver(core, runner, arrivals, offline, backlog=backlog, window=window)
+    return VirtualDriver(core, runner, arrivals, offline, backlog=backlog, window=window, keeper=keeper)
 
 
 def make_core(machine: Machine, scenario: Scenario, setting: Setting) -> EngineCore:

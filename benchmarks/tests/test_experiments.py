@@ -176,18 +176,6 @@ def test_a_budget_is_confirmed_on_other_bursts() -> None:
     assert llmd.confirm(first, stricter(0.0), target, 0.8, ("flat",)) == first.online_only
 
 
-def test_llmd_on_a_tiny_window() -> None:
-    config = replace(llmd.CONFIG, machine=replace(SLOW, max_num_seqs=32), lines=10, phase=2.0)
-    results = llmd.run_seed(config, None, 0, 1, say)
-    assert [r.policy for r in results] == ["online-only", "fcfs", "sarathi++", "hygen", "tidemill"]
-    found = {r.policy: r.metrics for r in results}
-    assert found["fcfs"]["ttft_p99"] > found["sarathi++"]["ttft_p99"] >= found["online-only"]["ttft_p99"]  # type: ignore[operator]
-    assert found["online-only"]["offline_throughput"] == 0
-    header, rows = llmd.summary(results)
-    assert len(rows) == 5 and all(len(row) == len(header) for row in rows)
-    assert set(llmd.figures(results)) == {"llmd-491"}
-
-
 def test_every_burst_of_llmd_has_arrivals_of_its_own() -> None:
     config = replace(llmd.CONFIG, lines=3, phase=5.0)
     found = llmd.scenarios(config, 0)

@@ -11,7 +11,7 @@ from benchmarks.experiments.table import Result
 
 
 def test_every_experiment_has_a_quick_load() -> None:
-    assert set(QUICK) == set(EXPERIMENTS) - {"llmd-491"}
+    assert set(QUICK) == set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("name", sorted(QUICK))

@@ -111,10 +111,12 @@ def test_offline_work_by_budget_by_rate_and_mixed(machine: Machine) -> None:
     assert 0 < found["slow"]["offline_throughput"] < found["fast"]["offline_throughput"]
     assert found["alone"]["tbt_mean"] < found["tight"]["tbt_mean"] < found["unlimited"]["tbt_mean"]
     jobs = Scenario(online(20), OFFLINE * 100, finite=True)
-    mixed, beside = (replay(machine, jobs, setting, 0) for setting in (Setting(mixed=True), Setting(UNLIMITED)))
+    mixed, beside = (replay(machine, jobs, setting, 0) for setting in (Setting(mixed=0.0), Setting(UNLIMITED)))
     assert mixed["requests"] == beside["requests"] == 20
     assert mixed["ttft_mean"] > 5 * beside["ttft_mean"]  # jobs of the same class, there first, go first
     assert mixed["offline_throughput"] > 0
+    windows = replay(machine, replace(jobs, windows=(0.0, math.inf)), Setting(UNLIMITED), 0)
+    assert windows["lines_kept"] == 0.5, "the second job alone has time"
 
 
 def curve(settings: Sequence[Setting], calls: list[Setting]) -> list[Metrics]:
