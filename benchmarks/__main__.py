@@ -14,6 +14,7 @@ BENCHES = {
     "colocation-peers": "benchmarks.colocation_peers",
     "classes": "benchmarks.classes",
     "breakdown": "benchmarks.breakdown",
+    "llmd-491": "benchmarks.llmd_live",
     "mechanisms": "benchmarks.mechanisms",
     "pressure": "benchmarks.pressure",
     "turns": "benchmarks.turns",
