@@ -1,13 +1,14 @@
 """Batches on the virtual clock: the error of the ETA, and the makespan by learned order against the order of prefixes.
 
-    python -m benchmarks lengths [--lines 4000] [--shape steady double sine day none] [--seed 1]
+    python -m benchmarks lengths [--lines 4000] [--shape steady double sine day none] [--period 120] [--seed 1]
 
 The batch worker of the server (store, feeder, forecast) runs on the virtual clock over the engine's core, whose steps
 take the time of a latency model with noise. Lines are of three kinds with long common prefixes: a third is classified
 in a few tokens, a third is summarized, where the answer grows with the text, and a third (`--essays`) is an essay of
 600 tokens on average. Answer lengths are drawn per line; nothing but the finished lines tells the server of them. The
 ETA is compared with that of an oracle that knows all lengths, and expects the mean pace so far for the rest. `day` is
-the load of `sine` on a server for which a period is a day, so that it expects the load by time of day after two.
+the load of `sine` on a server for which a period is a day, and the batch begins after DAYS, so that the server expects
+the load by time of day.
 """
 
 import argparse
@@ -40,14 +41,15 @@ from gateway.store.objects import TERMINAL, BatchJob, FileObject, Usage, new_bat
 from predictor.online import OnlineModel
 from predictor.slo import SLO
 
+ORDERS = {"rank": 0, "learned": BatchLimits().tail_lines}
 SHAPES = ("steady", "double", "sine", "day", "none")
 MACHINE = MachineSpec("llama-3-8b", "a100-80gb", prefix_caching=True)
 OBJECTIVES = "ttft_p99=1s,tbt_p99=0.1s"
-RATE, PERIOD = 6.0, 120.0
-"""Chats per second on average, and the seconds of one sine wave, which runs from nothing to twice the rate."""
+RATE = 6.0
+"""Chats per second on average; a sine wave runs from nothing to twice the rate."""
 CHAT = (512, 128)
-CHAT_SECONDS = 2000.0
-"""Time after which no more chats arrive."""
+DAYS, PERIODS = 3, 40
+"""Periods of `day` before the batch begins, and those after which no more chats arrive."""
 EPOCH = 1_000_000_000.0
 """Unix time at which the virtual clock starts."""
 LOOK_SECONDS = 2.0
@@ -71,16 +73,17 @@ def input_lines(count: int, essays: float, seed: int) -> tuple[bytes, dict[str, 
     return b"\n".join(lines) + b"\n", lengths
 
 
-def chats(shape: str, seconds: float, seed: int) -> Iterator[Arrival]:
+def chats(shape: str, period: float, seed: int) -> Iterator[Arrival]:
     """Yield chats by arrival: Poisson at RATE, at twice the RATE, or at one that follows a sine."""
     draw, at, number = random.Random(seed), 0.0, 0
-    while shape != "none" and at < seconds:
+    prompts = [(number,) * CHAT[0] for number in range(1, 1001)]
+    while shape != "none" and at < PERIODS * period:
         at += draw.expovariate(2.0 * RATE)
-        share = {"steady": 0.5, "double": 1.0}.get(shape, 0.5 - 0.5 * math.cos(2.0 * math.pi * at / PERIOD))
+        share = {"steady": 0.5, "double": 1.0}.get(shape, 0.5 - 0.5 * math.cos(2.0 * math.pi * at / period))
         if draw.random() < share:
             number += 1
-            tokens = (number % 1000 + 1,) * CHAT[0]
-            yield Arrival(at, EngineRequest(f"chat-{number}", tokens, SamplingParams(max_tokens=CHAT[1])))
+            prompt = prompts[number % len(prompts)]
+            yield Arrival(at, EngineRequest(f"chat-{number}", prompt, SamplingParams(max_tokens=CHAT[1])))
 
 
 class VirtualServer(VirtualDriver):
@@ -153,9 +156,10 @@ class Look(NamedTuple):
 
 @dataclass(slots=True)
 class BatchRun:
-    """One batch: its looks, the end of the last line in seconds, and its usage."""
+    """One batch: its looks, its begin and the end of the last line in seconds, and its usage."""
 
     looks: list[Look] = field(default_factory=list)
+    begin: float = 0.0
     end: float = 0.0
     usage: Usage = field(default_factory=Usage)
 
@@ -166,7 +170,11 @@ class BatchRun:
     def oracle_errors(self) -> list[tuple[float, float]]:
         """Return the errors of the mean pace so far over all tokens left."""
         computed, output = self.usage.input_tokens - self.usage.cached_tokens, self.usage.output_tokens
-        return self._errors(lambda look: look.at * look.costs.of(computed, output) / look.costs.of(*look.tokens))
+        return self._errors(
+            lambda look: (
+                self.begin + (look.at - self.begin) * look.costs.of(computed, output) / look.costs.of(*look.tokens)
+            )
+        )
 
     def _errors(self, eta: Callable[[Look], float]) -> list[tuple[float, float]]:
         looks = [look for look in self.looks if FIRST_PROGRESS <= look.done <= LAST_PROGRESS]
@@ -186,7 +194,7 @@ async def _settle(worker: BatchWorker, server: VirtualServer) -> None:
 async def run_batch(machine: Machine, root: Path, shape: str, args: argparse.Namespace, tail_lines: int) -> BatchRun:
     seed, (content, answers) = args.seed, input_lines(args.lines, args.essays, args.seed)
     folder = await asyncio.to_thread(open_state, root)
-    server = VirtualServer(machine, chats(shape, CHAT_SECONDS, seed), answers, seed)
+    server = VirtualServer(machine, chats(shape, args.period, seed), answers, seed)
     worker = BatchWorker(
         folder,
         BatchLimits(tail_lines=tail_lines),
@@ -197,11 +205,16 @@ async def run_batch(machine: Machine, root: Path, shape: str, args: argparse.Nam
         clock=lambda: EPOCH + server.now,
     )
     await worker.start()
-    batch = await _add(folder, content)
+    run, next_look = BatchRun(), 0.0
+    while shape == "day" and server.now < DAYS * args.period and server.step():
+        if server.now >= next_look:
+            next_look = server.now + LOOK_SECONDS
+            await worker.lanes.update()
+    run.begin = server.now
+    batch = await _add(folder, content, run.begin)
     worker.added(batch)
     while not worker.jobs:  # noqa: ASYNC110 - another process validates
         await asyncio.sleep(0.01)
-    run, next_look = BatchRun(), 0.0
     while worker.jobs:
         await _settle(worker, server)
         if worker.jobs and server.now >= next_look:
@@ -231,14 +244,14 @@ def _look(worker: BatchWorker, server: VirtualServer, run: BatchRun) -> None:
         run.looks.append(Look(1.0 - batch.remaining / batch.total, server.now, eta, tokens, costs))
 
 
-async def _add(folder: StateFolder, content: bytes) -> BatchJob:
+async def _add(folder: StateFolder, content: bytes, begin: float) -> BatchJob:
     temp = folder.create_temp()
     temp.write(content)
     file = FileObject(new_file_id(), "t", len(content), int(EPOCH), "in.jsonl", "batch")
     await folder.store.announce_files([file.id])
     await asyncio.to_thread(folder.publish_files, (temp, file.id))
     await folder.store.add_file(file)
-    now = int(EPOCH)
+    now = int(EPOCH + begin)
     batch = BatchJob(new_batch_id(), "t", "/v1/completions", file.id, "30d", now, now + WINDOW)
     return await folder.store.create_batch(batch)
 
@@ -254,21 +267,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lines", type=int, default=4000)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--essays", type=float, default=1 / 3, help="share of lines with long answers")
+    parser.add_argument("--period", type=float, default=120.0, help="seconds of a wave of `sine` and `day`")
+    parser.add_argument("--order", nargs="+", choices=ORDERS, default=list(ORDERS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--looks", action="store_true", help="print each look")
     args = parser.parse_args(argv)
     machine = build_machine(MACHINE, args.seed)
     for shape in args.shape:
-        pace.DAY = PERIOD if shape == "day" else 86_400.0
+        pace.DAY = args.period if shape == "day" else 86_400.0
         ends = []
-        for name, tail_lines in (("by rank", 0), ("learned order", BatchLimits().tail_lines)):
+        for name in args.order:
             begin = time.perf_counter()
             with tempfile.TemporaryDirectory() as root:
-                run = asyncio.run(run_batch(machine, Path(root) / "state", shape, args, tail_lines))
-            ends.append(run.end)
+                run = asyncio.run(run_batch(machine, Path(root) / "state", shape, args, ORDERS[name]))
+            ends.append(run.end - run.begin)
             cached = run.usage.cached_tokens / run.usage.input_tokens
             print(
-                f"{shape}, {name}: makespan {run.end:.0f} s; ETA {_worst(run.errors())}; oracle "
+                f"{shape}, {name} order: makespan {ends[-1]:.0f} s; ETA {_worst(run.errors())}; oracle "
                 f"{_worst(run.oracle_errors())}; {cached:.1%} of prompt tokens cached "
                 f"({time.perf_counter() - begin:.0f} s to run)",
                 flush=True,
@@ -276,8 +291,9 @@ def main(argv: list[str] | None = None) -> None:
             for look in run.looks if args.looks else ():
                 left = run.end - look.at
                 error = "-" if look.eta is None or not left else f"{(look.eta - run.end) / left:+.1%}"
-                print(f"  {look.done:6.1%} {look.at:8.0f} s  {error}")
-        print(f"{shape}: learned order takes {ends[1] / ends[0] - 1.0:+.1%}", flush=True)
+                print(f"  {look.done:6.1%} {look.at - run.begin:8.0f} s  {error}")
+        if len(ends) > 1:
+            print(f"{shape}: {args.order[1]} order takes {ends[1] / ends[0] - 1.0:+.1%}", flush=True)
 
 
 if __name__ == "__main__":
