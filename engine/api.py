@@ -360,7 +360,8 @@ class EngineStats:
     forced_tokens: int = 0  # answer tokens set by grammars and thinking budgets, without sampling
     drafted_tokens: int = 0  # guessed tokens that were verified (speculation)
     accepted_tokens: int = 0  # of those, the right ones
-    offline_computed_tokens: int = 0  # offline part of `prefill_tokens` and `decode_tokens`
+    offline_prefill_tokens: int = 0
+    offline_decode_tokens: int = 0
     probe_tokens: int = 0  # of probes; in no other counter
     predicted_seconds: float = 0.0
     leftover_seconds: float = 0.0  # predicted step time left to offline work
@@ -373,11 +374,14 @@ class EngineStats:
     pipelines: PipelineStats | None = None  # None if engines cannot drop layers
 
     @property
-    def online_tokens(self) -> tuple[float, float]:
-        """Return computed prompt and output tokens of online requests, assuming the same offline share in both."""
-        computed = self.prefill_tokens + self.decode_tokens
-        share = 1.0 - self.offline_computed_tokens / computed if computed else 0.0
-        return share * self.prefill_tokens, share * self.decode_tokens
+    def online_tokens(self) -> tuple[int, int]:
+        """Return computed prompt and output tokens of online requests."""
+        return self.prefill_tokens - self.offline_prefill_tokens, self.decode_tokens - self.offline_decode_tokens
+
+    @property
+    def offline_tokens(self) -> int:
+        """Return computed prompt and output tokens of offline requests."""
+        return self.offline_prefill_tokens + self.offline_decode_tokens
 
 
 class DroppableLayers(NamedTuple):

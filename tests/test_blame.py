@@ -163,7 +163,7 @@ def test_canaries_are_in_no_figure() -> None:
     driver.run()
     stats = driver.stats()
     assert stats.failed_steps > 1 and stats.probe_tokens == 9
-    assert (stats.prefill_tokens, stats.decode_tokens, stats.offline_computed_tokens) == (4, 2, 6)
+    assert (stats.prefill_tokens, stats.decode_tokens, stats.offline_tokens) == (4, 2, 6)
 
 
 def test_it_is_sick_after_a_failed_step_and_two_failed_canaries() -> None:

@@ -184,7 +184,7 @@ async def test_what_the_engine_asks_of_itself_is_in_no_figure(tmp_path: Path) ->
             await asyncio.sleep(0.01)
         await collect(engine, request("chat", max_tokens=3))
         stats = await engine.stats()
-        assert (stats.prefill_tokens, stats.decode_tokens, stats.offline_computed_tokens) == (7, 2, 0)
+        assert (stats.prefill_tokens, stats.decode_tokens, stats.offline_tokens) == (7, 2, 0)
         assert stats.prefix_queried_tokens == 7
 
 

@@ -98,7 +98,14 @@ async def test_objectives_are_as_the_server_judges_them(start_server: StartServe
 async def test_each_of_several_engines_is_shown(start_server: StartServer) -> None:
     served = await start_server("hi")
     assert json.loads(await served.app.state.recorder.record())["engines"] == []
-    one = EngineStats(prefill_tokens=30, decode_tokens=12, offline_computed_tokens=20, units_total=100, units_owned=25)
+    one = EngineStats(
+        prefill_tokens=30,
+        decode_tokens=12,
+        offline_prefill_tokens=15,
+        offline_decode_tokens=5,
+        units_total=100,
+        units_owned=25,
+    )
     served.engine.snapshot = EngineStats(engines=(EngineView(0, EngineState.DEAD, "it ended", 7, 2, 0.0, one),))
     (shown,) = json.loads(await served.app.state.recorder.record())["engines"]
     assert shown["state"] == "dead" and shown["trouble"] == "it ended"

@@ -63,7 +63,8 @@ class Counters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     forced_tokens: int = 0
-    offline_computed_tokens: int = 0
+    offline_prefill_tokens: int = 0
+    offline_decode_tokens: int = 0
     probe_tokens: int = 0
     predicted_seconds: float = 0.0
     preemptions: dict[str, int] = field(default_factory=dict)
@@ -79,9 +80,10 @@ class Counters:
         if request.probe:
             self.probe_tokens += chunk.length
             return
-        if request.request_class is RequestClass.OFFLINE:
-            self.offline_computed_tokens += chunk.length
+        is_offline = request.request_class is RequestClass.OFFLINE
         if chunk.length == 1 and chunk.sample:
             self.decode_tokens += 1
+            self.offline_decode_tokens += is_offline
         else:
             self.prefill_tokens += chunk.length
+            self.offline_prefill_tokens += chunk.length * is_offline

@@ -82,7 +82,7 @@ def report_load(state: SchedulerState, now: float) -> LoadReport:
         step_seconds=0.0 if state.model is None else most * token_costs(state.model, state.config).prefill,
         mean_input=state.mean_prompt,
         mean_output=state.mean_output,
-        offline_tokens=state.counters.offline_computed_tokens,
+        offline_tokens=state.counters.offline_prefill_tokens + state.counters.offline_decode_tokens,
         offline_waits=len(state.waiting_offline) > 0,
         time=now,
     )

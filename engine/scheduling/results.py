@@ -127,7 +127,7 @@ class Results:
                 )  # fmt: skip
                 outputs.append(new(RequestOutput, plain))
         self._counters.decode_tokens += decodes
-        self._counters.offline_computed_tokens += offline
+        self._counters.offline_decode_tokens += offline
         return outputs
 
     def _confirm_others(

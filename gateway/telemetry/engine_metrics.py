@@ -102,7 +102,7 @@ def _work(stats: EngineStats) -> Iterator[Metric]:
     yield total("drafted_tokens", "Guessed tokens that a step verified.", stats.drafted_tokens)
     yield total("accepted_tokens", "Guessed tokens that were right.", stats.accepted_tokens)
     text = "Prompt and output tokens computed for offline work."
-    yield total("offline_computed_tokens", text, stats.offline_computed_tokens)
+    yield total("offline_computed_tokens", text, stats.offline_tokens)
     yield total("probe_tokens", "Tokens computed for the engine's self-tests.", stats.probe_tokens)
     yield totals("engine_restarts", "Engine processes that ended.", "cause", _by_cause(CAUSES, stats.restarts))
     yield total("resumed_requests", "Requests resumed in a new engine process.", stats.resumed_requests)
@@ -226,7 +226,7 @@ def shown(engines: Sequence[EngineView]) -> list[dict[str, Any]]:
             "running": sum(view.stats.running.values()),
             "waiting": sum(view.stats.waiting.values()),
             "computed_tokens": view.stats.prefill_tokens + view.stats.decode_tokens,
-            "offline_tokens": view.stats.offline_computed_tokens,
+            "offline_tokens": view.stats.offline_tokens,
             "units": {"total": view.stats.units_total, "owned": view.stats.units_owned},
             "routed": view.routed,
             "moved": view.moved,

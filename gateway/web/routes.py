@@ -142,7 +142,7 @@ def take(stats: EngineStats, chats: list[dict[str, Any]], now: float) -> dict[st
         "leftover_seconds": round(stats.leftover_seconds, 4),
         "leftover_used_seconds": round(stats.leftover_used_seconds, 4),
         "computed_tokens": stats.prefill_tokens + stats.decode_tokens,
-        "offline_tokens": stats.offline_computed_tokens,
+        "offline_tokens": stats.offline_tokens,
         "units": {
             "total": stats.units_total,
             "owned": stats.units_owned,
