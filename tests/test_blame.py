@@ -160,10 +160,12 @@ def test_an_engine_that_always_fails_blames_nobody(depth: int) -> None:
 def test_canaries_are_in_no_figure() -> None:
     driver, _ = make_driver(lambda step, _: step < 4)
     driver.add(make_request("a", range(4), 3, request_class=RequestClass.OFFLINE))
+    driver.add(make_request("b", range(9), 2))
     driver.run()
     stats = driver.stats()
     assert stats.failed_steps > 1 and stats.probe_tokens == 9
-    assert (stats.prefill_tokens, stats.decode_tokens, stats.offline_tokens) == (4, 2, 6)
+    assert (stats.prefill_tokens, stats.decode_tokens) == (13, 3)
+    assert (stats.online_tokens, stats.offline_tokens) == ((9, 1), 6)
 
 
 def test_it_is_sick_after_a_failed_step_and_two_failed_canaries() -> None:

@@ -209,9 +209,11 @@ class DayLoad:
         """
         ratio = self._actual / self._usual if self._usual > 0.0 else 1.0
         unusual = not 1.0 / MAX_RATIO <= ratio <= MAX_RATIO
-        if self._seen < KNOWN_DAYS * DAY or unusual or not all(part.seconds for part in self._parts):
+        if self._seen < KNOWN_DAYS * DAY or unusual:
             return None
-        usual = [part.work / part.seconds for part in self._parts]
+        known = [part.work / part.seconds for part in self._parts if part.seconds]
+        others = sum(known) / len(known)  # for hours in which the server never ran
+        usual = [part.work / part.seconds if part.seconds else others for part in self._parts]
         length = DAY / DAY_PARTS
         first, into = divmod(now % DAY, length)
         borders = [length * (count + 1) - into for count in range(AHEAD_DAYS * DAY_PARTS)]
