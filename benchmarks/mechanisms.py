@@ -4,8 +4,11 @@
 under chats of very different lengths. `refit`: a server whose stored latency profile is wrong (decodes cost three times
 as much as measured, prompt tokens a third), before and after its first refit, beside one with the measured profile.
 `fill`: a server whose budget searches try flat budgets alone, beside one that searches λ and δ, too, each with offline
-work let in and kept out by turns, under a relative SLO. A random Llama of 134.5 M parameters; arms alternate in each
-round of `routing`.
+work let in and kept out by turns, under a relative SLO. `hidden`: a server whose weights stream and whose cache is
+short, with requests that may run from hidden state (`--overload hidden`, HybridServe's and Apt-Serve's two forms of the
+cache) beside one that recomputes, under a burst of equal requests; the ratio is that of hidden blocks to all. A random
+Llama of 134.5 M parameters, for `hidden` one of 230 M with as many KV heads as heads. Arms alternate in each round of
+`routing` and `hidden`.
 """
 
 import argparse
@@ -20,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import alternate, colocation, live
+from benchmarks import alternate, colocation, live, offload, pressure
 from benchmarks.figures import percentile
 from benchmarks.frame import Table, in_turn
 from benchmarks.machine import describe
@@ -32,7 +35,7 @@ from loadgen.stats import stream
 from loadgen.traces import Ints, Trace
 from loadgen.workloads import fixed
 
-PARTS = ("routing", "refit", "fill")
+PARTS = ("routing", "refit", "fill", "hidden")
 SLO, LIMITS = "ttft_p99=1s,tbt_p99=150ms", Slo((("ttft", 1.0), ("tbt_p99", 0.15)))
 ROUTERS = ("SAL", "in turn")
 MEAN_PROMPT, MEAN_OUTPUT, SPREAD = 200, 48, 1.0
@@ -43,6 +46,12 @@ WRONG = {"decodes": 3.0, "prefill_tokens": 1 / 3}
 """Factors on the coefficients of the stored profile; the prefill factor applies to its hinges, too."""
 FILL_SLO, SPELL, SEARCHING, FILL_SECONDS = "5%", 15.0, 120.0, 240.0
 """SLO of `fill`; seconds of a spell, of the time before the first search has ended, and of the measurement."""
+OVERLOADS = ("recompute", "hidden")
+STREAMED = dict(live.CONFIG) | offload.SHAPE | {"num_hidden_layers": 16, "num_key_value_heads": 16}
+"""Model of `hidden`: K and V of a token take twice the bytes of its hidden state."""
+WEIGHTS, BLOCKS, BURST, BURST_TOKENS = "0.2", 160, 32, (192, 64)
+"""GiB of the weights that stay in memory, blocks of 16 tokens in the cache, and requests of a burst of `hidden`."""
+LAX_SLO = "ttft_p99=300s,tbt_p99=10s"
 ROUTING = Table({
     "router": "10", "chats": "6d", "kept": "7.1%", "TTFT P50 ms": "11.0f", "P95 ms": "8.0f", "P99 ms": "8.0f",
     "E2E P50 s": "9.2f", "P95 s": "7.2f",
@@ -50,6 +59,10 @@ ROUTING = Table({
 REFIT = Table({
     "profile": "10", "refits": "6.0f", "error before": "12.1%", "after": "7.1%", "lines/s before": "14.2f",
     "after ": "7.2f", "kept before": "11.1%", " after": "7.1%",
+})  # fmt: skip
+HIDDEN = Table({
+    "overload": "10", "requests": "8d", "output tokens/s": "15.1f", "TTFT P50 s": "10.2f", "TBT P50 ms": "10.0f",
+    "hidden blocks": "13.1f", "of all": "6.1%", "preempted": "9.0f",
 })  # fmt: skip
 
 
@@ -166,16 +179,46 @@ def fill(_: Path, args: argparse.Namespace) -> None:
         alternate.run(FILL_SLO, args.rate, FILL_SECONDS, SPELL, args.seed, SEARCHING, flat=flat)
 
 
+def hidden(folder: Path, args: argparse.Namespace) -> None:
+    """Compare requests that run from hidden state with requests that are recomputed, beside streamed weights."""
+    model = folder / "streamed"
+    model.mkdir()
+    live.make_model_folder(model, STREAMED)
+    cache = ("--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", str(sum(BURST_TOKENS)))
+    policy = ("--online-policy", "goodput-strict", "--slo", LAX_SLO, "--max-queue-time", "none")
+    flags = ("--offload-weights", WEIGHTS, "--state-dir", str(model / "state"), *cache, *policy)
+    found: dict[str, list[pressure.PressureRun]] = {name: [] for name in OVERLOADS}
+    for number in range(args.rounds):
+        for name in in_turn(OVERLOADS, number):
+            with live.server(model, 0, *flags, "--overload", name) as url:
+                asyncio.run(pressure.run_seed(url, [0.0] * 4, args.seed, *BURST_TOKENS))  # nothing is cold
+                found[name].append(
+                    asyncio.run(pressure.run_seed(url, [0.0] * BURST, args.seed + number, *BURST_TOKENS))
+                )
+    print(f"{BURST} requests of {BURST_TOKENS[0]}/{BURST_TOKENS[1]}, {BLOCKS * 16} tokens of cache\n{HIDDEN.heading}")
+    for name, runs in found.items():
+        answers = [answer for run in runs for answer in run.answers if answer.ok]
+        seconds = sum(max(answer.chunk_at[-1] for answer in run.answers if answer.ok) for run in runs)
+        firsts = [answer.ttft for answer in answers if answer.ttft is not None]
+        gaps = np.concatenate([answer.gaps() for answer in answers])
+        blocks = float(np.mean([value for run in runs for value in run.hidden_blocks]))
+        preempted = sum(run.counts["preemptions"] for run in runs)
+        rate, gap = len(answers) * BURST_TOKENS[1] / seconds, 1e3 * percentile(gaps, 50)
+        print(
+            HIDDEN.line(name, len(answers), rate, percentile(firsts, 50), gap, blocks, blocks / 2 / BLOCKS, preempted)
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the parts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks mechanisms", description=__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--rate", type=float, default=1.0, help="chats a second")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each arm and round of `routing`")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of `routing` and `hidden`")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
-    parts: dict[str, Any] = {"routing": routing, "refit": refit, "fill": fill}
+    parts: dict[str, Any] = {"routing": routing, "refit": refit, "fill": fill, "hidden": hidden}
     chosen = args.parts.split(",")
     if unknown := [name for name in chosen if name not in parts]:
         parser.error(f"unknown part {', '.join(unknown)}; known: {', '.join(PARTS)}")
