@@ -33,9 +33,9 @@ class RowPools:
 
     def begin(self, chunks: IntArray) -> "StepPools | None":
         """Return the pooling of a step with chunks [n, 4] (row, start, length, sample); None if there is none."""
-        rows = chunks[:, 0].tolist()
-        if not self._rows.pools[rows].any():
+        if not self._rows.pools[chunks[:, 0]].any():
             return None
+        rows = chunks[:, 0].tolist()
         scores = any(self._rows.pooling[row] is Pooling.SCORES for row in rows)
         return StepPools(self, {row: index for index, row in enumerate(rows)}, scores)
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.api import TokenLogprobs
+from engine.api import NEVER, TokenLogprobs
 from engine.arrays import Int32Array, IntArray
 from engine.errors import InvalidRequestError
 from engine.execution.host_memory import pinned
@@ -194,13 +194,14 @@ class Runner(Generic[DeviceT]):
     def _run(self, chunks: IntArray, pools: StepPools | None) -> _Samples | None:
         """Run the forward pass and sample; return None without samples."""
         rows = self._rows
-        ends = chunks[:, 1] + chunks[:, 2]
-        assert (ends <= rows.num_blocks[chunks[:, 0]] * rows.block_size).all(), "a block table is too short"
-        sampled = np.flatnonzero(chunks[:, 3])
-        where, ends = chunks[sampled, 0], ends[sampled]
-        masks = self._begin_masks(where, ends, alone=len(sampled) == len(chunks) and not self.device.pipeline_depth)
+        where, starts, lengths, sampled = chunks.T.copy()
+        ends, every = starts + lengths, bool(sampled.all())
+        assert (ends <= rows.num_blocks[where] * rows.block_size).all(), "a block table is too short"
+        if not every:
+            where, ends = where[sampled > 0], ends[sampled > 0]
+        masks = self._begin_masks(where, ends, alone=every and not self.device.pipeline_depth)
         logits, samples = self.device.forward(chunks, masks, pools)
-        if not sampled.size:
+        if not where.size:
             return None
         if samples is None:
             return self._sample(logits, where, ends, masks)
@@ -208,7 +209,7 @@ class Runner(Generic[DeviceT]):
 
     def _begin_masks(self, where: IntArray, ends: IntArray, alone: bool) -> FinishMasks | None:
         """Begin the masks of a step at once if its past is known, else on request. They are computed once."""
-        if not masked(self._rows, where, ends).any():
+        if (self._rows.sampling.masked_from[where] == NEVER).all() or not masked(self._rows, where, ends).any():
             return None
         assert self.masks is not None, "a request has a grammar, but grammars are not enabled (`enforce`)"
         if not self._unsettled:
@@ -241,7 +242,10 @@ class Runner(Generic[DeviceT]):
         """Write tokens [n] sampled at `ends [n]` of rows `where [n]`, and the tokens forced after them, to the rows."""
         # A step taken ahead may have computed the first of the forced tokens.
         sought = ends >= self._rows.known_to[where]
-        self._rows.tokens[where[sought], ends[sought]] = tokens[sought]
+        if sought.all():
+            self._rows.tokens[where, ends] = tokens
+        else:
+            self._rows.tokens[where[sought], ends[sought]] = tokens[sought]
         if allowed is None:
             return {}
         for at, run in allowed.forced.items():
@@ -256,9 +260,10 @@ class Runner(Generic[DeviceT]):
             packed = results[self._rows.num_rows :][: wanted.packed.numel()].view(wanted.packed.shape)
             self.device.lane.copy(wanted.packed, packed)
             logprobs = partial(wanted.read, packed.numpy(), results[:count].numpy())
-        arrived = self.device.lane.fetch(sampled.tokens, results[:count])
+        fetched = results[:count]
+        arrived = self.device.lane.fetch(sampled.tokens, fetched)
         forced = self._write(where, ends, np.full(count, UNKNOWN), allowed)
-        tokens, generations = results[:count].numpy(), self._rows.generation[where]
+        tokens, generations = fetched.numpy(), self._rows.generation[where]
         samples = _Samples(where, ends, generations, tokens, arrived, logprobs, forced)
         self._unsettled.append(samples)
         return samples
