@@ -120,6 +120,7 @@ class DryDevice(TorchDispatchMode):
         if self.capturing or not (non_blocking and self._is_pinned(host)):
             self.block(f"{name} of {tuple(host.shape)} {host.dtype}")
         self.counts[name] += 1
+        self.counts[f"numbers of {name}"] += host.numel()
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if target.is_meta:

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kernel_pool import DEVICE, DTYPES, NAN, assert_same, index, random
 from torch import Tensor
 from torch.nn import functional
 
+from engine.execution.rows import uniforms
 from engine.models import float8, torch_ops
 from engine.triton_kernels import twins as twin
 from engine.triton_kernels.draw import draw
@@ -16,7 +18,8 @@ from engine.triton_kernels.norms import add_layer_norm, add_rms_norm, add_rms_no
 from engine.triton_kernels.penalties import count_tokens, penalise, token_mask
 from engine.triton_kernels.round_rows import round_rows, scale_rows
 from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded
-from engine.triton_kernels.step_tokens import accept_tokens, embed_tokens, softcap
+from engine.triton_kernels.step_tokens import accept_tokens, begin_step, embed_tokens, softcap
+from engine.triton_kernels.work import DecodeWork
 
 WIDTHS = [(1, 64), (3, 576), (5, 1000), (2, 5120)]
 
@@ -270,6 +273,39 @@ def test_embed_tokens(tokens: int, width: int, learned: bool, scale: float | Non
     )
     common = ids, source, last, positions, embedding, scale, places if learned else None, 2
     assert torch.equal(embed_tokens(*common), twin.embed_tokens(*common))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize(("count", "padded", "capacity", "longest"), [(1, 1, 9, 5001), (5, 8, 40, 2000), (0, 4, 9, 2)])
+def test_begin_step(count: int, padded: int, capacity: int, longest: int, steps: int) -> None:
+    """As the host fills a step that begins `steps` later: whole and split contexts, padding, many changes."""
+    rng = np.random.default_rng(count)
+    lengths = rng.integers(1, longest, count).astype(np.int32)
+    base, seeds = np.zeros((padded, 8), np.int32), rng.integers(-(2**63), 2**63 - 1, count)
+    base[:count, :4] = np.stack((lengths, rng.permutation(count), lengths - 1, lengths // 2), axis=1)
+    base.view(np.int64)[:count, 2] = seeds
+    changes = np.stack((rng.permutation(90), np.arange(90) + 100), axis=1)[: 40 * count].astype(np.int32).ravel()
+    control = np.concatenate(((steps, len(changes) // 2, count, count), changes, changes * 0)).astype(np.int32)
+    expected = DecodeWork(padded, capacity, 64, DEVICE)
+    expected.fill(base[:count, 1], lengths + steps)
+    expected.buffer.upload()
+    found = []
+    for begin in (begin_step, twin.begin_step):
+        work, tables = DecodeWork(padded, capacity, 64, DEVICE), torch.arange(90, dtype=torch.int32, device=DEVICE)
+        work.buffer.upload()
+        ids, positions = (torch.full((padded,), 55, dtype=torch.int32, device=DEVICE) for _ in "ab")
+        uniform = torch.zeros(padded, dtype=torch.float64, device=DEVICE)
+        inputs = (torch.from_numpy(each).to(DEVICE) for each in (control, base))
+        begin(*inputs, tables, ids, positions, uniform, work)
+        assert torch.equal(work.requests, expected.requests) and torch.equal(work.ranges, expected.ranges)
+        used = expected.items[:, 0] >= 0
+        assert torch.equal(work.items[used], expected.items[used]) and (work.items[~used, 0] == -1).all()
+        assert np.array_equal(uniform[:count].cpu(), uniforms(seeds, lengths // 2 + steps))
+        found.append((tables.tolist(), ids.tolist(), positions.tolist()))
+    wanted = dict(enumerate(range(90))) | dict(changes.reshape(-1, 2).tolist())
+    rest = [0] * (padded - count)
+    tokens = [-1] * count if steps else lengths.tolist()
+    assert found == [(list(wanted.values()), tokens + rest, (lengths - 1 + steps).tolist() + rest)] * 2
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])

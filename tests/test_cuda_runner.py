@@ -12,34 +12,29 @@ from devices import pool_of
 from driver import make_request, submit_one
 from test_runner import POISON, SAMPLED, check_greedy, crowd, make_decoder, run_in_waves, solo
 from tiny_models import FAMILY_CASES, model_folder
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from engine.api import EngineInfo, FinishReason, SamplingParams
+from engine.arrays import IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.execution.cuda.buffers import (
     DrawInputs,
     HeadSizes,
-    LogprobInputs,
-    PenaltyInputs,
+    RepeatedStep,
     StepBuffers,
     StepInputs,
-    StepWishes,
 )
-from engine.execution.cuda.forward import DeviceTables, Forward, Graphs
-from engine.execution.cuda.sampling import Sampling
+from engine.execution.cuda.forward import DeviceTables, Graphs
 from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
-from engine.execution.pool import UnitPool
+from engine.execution.layout import decodes_first
 from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import load_spec
-from engine.models.weights import build_weights
 from engine.scheduling.output import Collect, NewRequest, SchedulerOutput
-from engine.triton_kernels import Kernels, twins
+from engine.triton_kernels import twins
 
 
 def driver_of(decoder: Decoder, depth: int = 1, **options: int) -> CudaDriver:
@@ -69,21 +64,6 @@ def test_every_family_equals_the_cpu_path(name: str) -> None:
         check_greedy(decoder, request, driver.outputs[request.request_id])
 
 
-def test_greedy_drawn_penalised_and_logged_rows_share_steps() -> None:
-    decoder = make_decoder()
-    kinds = [{}, {"temperature": 1.1, "top_p": 0.8}, SAMPLED["penalised"], {"temperature": 0.7, "logprobs": 2}]
-    rng = np.random.default_rng(23)
-    requests = [
-        make_request(f"r{i}", rng.integers(0, POISON, 3 + 2 * i).tolist(), 10, seed=i, **kinds[i % 4])  # type: ignore[arg-type]
-        for i in range(8)
-    ]
-    driver = driver_of(decoder)
-    driver.add(*requests)
-    driver.run()
-    for request in requests:
-        assert driver.outputs[request.request_id] == solo(request), request.request_id
-
-
 def test_a_request_that_stops_costs_one_step_and_disturbs_nobody() -> None:
     """Its end is seen while its next token is being computed; the row goes to the next request."""
     decoder = make_decoder()
@@ -98,6 +78,68 @@ def test_a_request_that_stops_costs_one_step_and_disturbs_nobody() -> None:
     assert driver.finals["stops"].finish_reason is FinishReason.STOP
     for request in requests[1:]:
         check_greedy(decoder, request, driver.outputs[request.request_id])
+
+
+@pytest.mark.parametrize("num_blocks", [200, 16])
+def test_repeated_steps_equal_full_uploads(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token for token and in all inputs; in the small pool with preemptions."""
+    decoder, repeats, counts = make_decoder(), RepeatedStep.repeats, []
+    kinds = [{}, {"temperature": 1.1, "top_p": 0.8}, {"temperature": 0.7, "logprobs": 2}, SAMPLED["penalised"]]
+    requests = [
+        make_request(f"r{i}", [5 + i, 7, 2 * i, *range(i)], 20 - i, seed=i, **kinds[i // 2])  # type: ignore[arg-type]
+        for i in range(8)
+    ]
+    outputs = []
+    for repeated in (True, False):
+        driver = driver_of(decoder, seqs=4, num_blocks=num_blocks)
+        if repeated:
+            counts = check_repeated(driver)
+        monkeypatch.setattr(RepeatedStep, "repeats", repeats if repeated else lambda *_: False)
+        for request in requests:
+            driver.add(request)
+            driver.step()
+        driver.run()
+        outputs.append(driver.outputs)
+        assert any(final.num_preemptions for final in driver.finals.values()) is (num_blocks < 200)
+    assert outputs[0] == outputs[1] and len(counts) > 10 and max(counts) > 1
+    assert outputs[0] == {request.request_id: solo(request) for request in requests}
+
+
+def check_repeated(driver: CudaDriver) -> list[int]:
+    """Compare the inputs of each repeated step with those that buffers get for it alone; return the steps' numbers."""
+    device, counts = driver.runner.device, []
+    forward, spec, tables = device.forward, driver.runner.device._forward._spec, device.tables
+    limits = dataclasses.replace(driver.core.config.limits, max_num_batched_tokens=32)
+    fresh = StepBuffers(HeadSizes.of(spec), limits, torch.float32, torch.device("cpu"))
+
+    def checked(chunks: IntArray, masks: object = None, take: object = None) -> object:
+        result, last, rows = forward(chunks, masks, take), device._last, device.rows  # type: ignore[arg-type]
+        if last is None or not last.steps:
+            return result
+        counts.append(last.steps)
+        alone = fresh.fill(last.inputs.shape, decodes_first(chunks), rows)
+        wishes = fresh.fill_wishes(chunks[:, 0], chunks[:, 1] + 1, rows, spec.vocab_size)
+        twins.begin_step(
+            alone.control, alone.base, torch.zeros(1, dtype=torch.int32), alone.ids, alone.positions, alone.uniform,
+            alone.decode,
+        )  # fmt: skip
+        count = len(chunks)
+        for name in ("ids", "source", "positions", "rows", "sample_tokens", "sample_rows", "stored"):
+            assert torch.equal(getattr(last.inputs, name), getattr(alone, name)), name
+        for name in ("requests", "ranges", "items"):
+            assert torch.equal(getattr(last.inputs.decode, name), getattr(alone.decode, name)), name
+        if wishes.draws is not None:
+            assert last.wishes.draws is not None
+            assert all(map(torch.equal, wishes.draws, last.wishes.draws))
+        entries = tables._entries_of(rows.tables[: len(tables.tables)])
+        for row in chunks[:, 0].tolist():
+            there = slice(0, int(rows.num_blocks[row]))
+            assert (tables.tables[:, row, there].numpy() == entries[:, row, there]).all(), f"table of row {row}"
+        assert count == last.count
+        return result
+
+    device.forward = checked  # type: ignore[method-assign, assignment]
+    return counts
 
 
 async def test_the_engine_launches_ahead() -> None:
@@ -186,54 +228,6 @@ def test_a_paired_pool_has_one_table_on_the_device(options: dict[str, int], coun
             tables.take_changes()
     else:
         assert tables.take_changes()[1][:4].tolist() == [7 * layers, 3 * layers, 8 * layers, 2 * layers]
-
-
-class OneDevice(TorchDispatchMode):
-    """Refuses operations that touch another device than `meta`: a copy from or to the host, or a look at a value."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        assert all(tensor.is_meta for tensor in tensors), f"{func} would copy, and wait for the device"
-        return result
-
-
-class MetaKernels:
-    """Norms as they are; what reads and writes the cache does nothing."""
-
-    def __getattr__(self, name: str) -> object:
-        caches = {"rope_cache_write", "decode_attention", "prefill_attention"}
-        return (lambda *args, **kwargs: None) if name in caches else getattr(twins, name)
-
-
-@pytest.mark.parametrize("name", ["llama-gqa2", "qwen3", "opt", "neox"])
-def test_nothing_in_a_captured_step_or_a_draw_waits_for_the_device(name: str) -> None:
-    """On a device without values every look at one fails, and every tensor of the host is seen."""
-    spec, meta = load_spec(model_folder(name)), torch.device("meta")
-    with torch.inference_mode():
-        weights = build_weights(spec, MetaTensors())
-        limits = Limits(4, 32, 100, num_units=8)
-        pool = UnitPool.of(spec, limits, weights.embedding)
-        kernels: Kernels = MetaKernels()  # type: ignore[assignment]
-        rows = RowTable(limits)
-        forward = Forward(spec, weights, kernels, DeviceTables(rows, pool), pool, limits)
-        buffers = StepBuffers(HeadSizes.of(spec), limits, torch.float32, meta)
-        vector = torch.zeros(4, device=meta)
-        places = torch.zeros(4, dtype=torch.int32, device=meta)
-        draws = DrawInputs(vector.double(), vector, places, vector, vector)
-        counts = np.array([2, 0])
-        wishes = StepWishes(
-            draws, ((places, vector),), PenaltyInputs(places[:2], places[:2], vector[:3].expand(2, 3), counts, counts),
-            LogprobInputs(places[:2], counts, counts),
-        )  # fmt: skip
-        sampling = Sampling(rows, kernels, buffers, spec.vocab_size, meta)
-        sampling._loaded[:] = 0
-        for shape in Buckets(4, 32).all_shapes():
-            inputs = buffers.inputs(shape)
-            with OneDevice():
-                forward(inputs)
-                samples = sampling.choose(forward.logits, forward.sampled, wishes, None)
-                forward.accept(inputs, samples.tokens[: shape.samples])
 
 
 class MetaTensors:

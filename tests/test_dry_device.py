@@ -24,6 +24,7 @@ from engine.execution.cuda.adapters import LARGEST_RANK
 from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
+from engine.execution.cuda.kernel_check import with_twins
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.layout import RankStep, chunk_array, decodes_first
@@ -39,8 +40,8 @@ from engine.models.lora import Delta, Site
 from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec, hidden_state_refusal, load_spec
 from engine.models.weights import build_weights
-from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
-from engine.triton_kernels import triton_kernels
+from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
+from engine.triton_kernels import Kernels, triton_kernels, twins
 
 pytest.importorskip("triton")
 BLOCK, ROWS = 4, 3
@@ -60,6 +61,8 @@ KINDS: dict[str, dict[str, object]] = {
     "restored": {"temperature": 0.0},
 }
 """Kinds of steps, and what their requests wish."""
+EDITS = {"presence_penalty", "frequency_penalty", "logit_bias", "grammar"}
+"""Wishes for which no step repeats the one before."""
 
 
 def kv(first: int, tier: Tier = Tier.DEVICE) -> CacheEntry:
@@ -91,6 +94,7 @@ def make_runner(
     shard: Shard | None = None,
     adapted: bool = False,
     host_units: int = 8,
+    kernels: Kernels | None = None,
 ) -> Runner[CudaDevice]:
     """`shard`: of this rank. `adapted`: under LoRA adapters."""
     limits = Limits(4, tokens, 64, num_units=60, block_size=BLOCK)
@@ -100,8 +104,8 @@ def make_runner(
     part = spec if shard is None else shard.spec_of(spec)
     runner = Runner(
         CudaDevice(
-            part, weights, triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch, host_units=host_units,
-            adapted=adapted,
+            part, weights, kernels or triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch,
+            host_units=host_units, adapted=adapted,
         )
     )  # fmt: skip
     runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
@@ -180,10 +184,24 @@ def test_no_step_waits_for_the_device_or_the_compiler(name: str) -> None:
         for kind in kinds_of(spec):
             counts = counts_of(dry, runner, kind)
             assert [each["graphs"] for each in counts] == [int("hidden" not in kind)] * len(counts)
+            repeats = "hidden" not in kind and not KINDS[kind].keys() & EDITS
+            assert (counts[2]["numbers of uploads"] == 4) is repeats, "the decodes of the step before"
             if kind in ("swapped out and in", "restored", "from hidden state") or "masks" in kind:
                 continue
             copies = counts[-1]["uploads"], counts[-1]["fetches"], counts[-1]["pins"]
             assert copies == (1, 1 + ("logprobs" in KINDS[kind]), 0), "one copy each way, and one for log-probabilities"
+
+
+@pytest.mark.parametrize("name", ["llama-gqa2", "qwen3", "opt", "neox"])
+def test_no_twin_in_a_graph_or_a_draw_waits_for_the_device(name: str) -> None:
+    waiting = twins.WAITING | {"hidden_gather", "hidden_write", "unit_copy"}
+    spec, kernels = load_spec(model_folder(name)), with_twins(triton_kernels(), [*{*twins.__all__} - waiting])
+    with dry_device() as dry:
+        runner = make_runner(spec, kernels=kernels)
+        assert runner.device.num_graphs == runner.device.num_shapes
+        for kind in KINDS:
+            if "hidden" not in kind and not operations(kind):
+                assert all(each["graphs"] for each in counts_of(dry, runner, kind))
 
 
 def test_swaps_lock_the_host_memory_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +220,21 @@ def test_swaps_lock_the_host_memory_that_they_need(monkeypatch: pytest.MonkeyPat
         runner.launch(SchedulerOutput(0, (), operations=tuple(operations)))
         pieces = {unit // host.per_piece for unit in range(first, first + 40)}
         assert len(pieces) > 1 and not pieces & host._missing
+
+
+def test_a_repeated_step_uploads_the_changed_blocks_only() -> None:
+    """A block of hidden state makes it another step."""
+    with dry_device() as dry:
+        runner, sizes = make_runner(load_spec(model_folder("llama-mha-tied"))), []
+        new, moved = (AppendedEntries(0, (kv(40),)),), (ReplacedEntry(1, 0, kv(42)),)
+        chunks = [tuple(Chunk(row, at, 1, True) for row in range(ROWS - 1)) for at in (7, 8, 9)]
+        steps = [*steps_of("greedy")[:3], SchedulerOutput(3, chunks[0], appended=new, replaced=moved)]
+        steps.append(SchedulerOutput(4, chunks[1], appended=(AppendedEntries(0, (hidden(44),)),)))
+        for step in (*steps, SchedulerOutput(5, chunks[2])):
+            dry.step, dry.counts = dry.step + 1, Counter()
+            runner.launch(step)
+            sizes.append(dry.counts["numbers of uploads"])
+        assert sizes[2:4] == [4, 4 + 2 * 2 * len(runner.device.tables.tables)] and min(sizes[4:]) > 100
 
 
 def shard_of(dry: DryDevice, rank: int) -> Shard:
@@ -259,6 +292,9 @@ def test_no_step_of_a_rank_waits_for_the_device_or_the_compiler(name: str, graph
             theirs = follower.counts[-len(counts) :]
             for each in (*counts, *theirs):
                 assert each["graphs"] == int(graphs) and not each["blocking"]
+            if kind == "greedy":
+                assert [each[2]["numbers of uploads"] for each in (counts, theirs)] == [4, 4], "a repeated step"
+            for each in (*counts, *theirs):
                 assert each["sums"] == (0 if graphs else 2 * spec.num_layers)
                 assert each["gathers"] == (0 if graphs else 1)
         assert len(shared) == 2 * len(follower.counts) and all(each.is_meta for each in shared)
@@ -467,9 +503,10 @@ def launches_of(name: str, tokens: int) -> tuple[list[str], list[str]]:
                 device._run(inputs, adapted=False)
             found.append(dry.launched)
     one, two = found
-    layer = two[1 : 1 + len(two) - len(one)]  # behind the embedding
-    outside = one[:1] + one[1 + len(layer) :]
-    assert two == [outside[0], *layer, *layer, *outside[1:]]
+    first = one.index("embed_kernel") + 1
+    layer = two[first : first + len(two) - len(one)]
+    outside = one[:first] + one[first + len(layer) :]
+    assert two == [*outside[:first], *layer, *layer, *outside[first:]]
     return layer, outside
 
 
@@ -477,9 +514,9 @@ def launches_of(name: str, tokens: int) -> tuple[list[str], list[str]]:
 def test_launches_of_a_step(name: str) -> None:
     """Nine in a layer, and two more where there are prompts, which the decode kernel does not attend to."""
     layer, outside = launches_of(name, 2)
-    assert (len(layer), len(outside)) == (9, 6) and "split_kernel" in layer
+    assert (len(layer), len(outside)) == (9, 7) and "split_kernel" in layer
     mixed, same = launches_of(name, 20)
-    assert same == outside
+    assert ["begin_kernel", *same] == outside
     assert [each for each in mixed if each not in ("prefill_kernel", "merge_kernel")] == layer
     assert len(mixed) == 11
 

@@ -77,12 +77,20 @@ def first_changed(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return result
 
 
+def wrong_when_repeated(right: Callable[..., Any], control: Any, *args: Any) -> None:
+    """Return to the first step."""
+    control[0] = 0
+    right(control, *args)
+
+
 @pytest.mark.parametrize(
     ("name", "fault", "said"),
     [
         ("embed_tokens", first_changed, "differs"),
         ("add_rms_norm", raises, "raised RuntimeError: out of res"),
         ("accept_tokens", raises, "raised"),
+        ("begin_step", raises, "raised"),
+        ("begin_step", wrong_when_repeated, "differs"),
         ("decode_attention", first_changed, "differs"),
         ("prefill_attention", raises, "raised"),
     ],

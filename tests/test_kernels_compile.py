@@ -27,6 +27,7 @@ from engine.triton_kernels.prefill_attention import prefill_attention  # noqa: E
 from engine.triton_kernels.rope_cache_write import rope_cache_write  # noqa: E402
 from engine.triton_kernels.round_rows import round_rows, scale_rows  # noqa: E402
 from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded  # noqa: E402
+from engine.triton_kernels.step_tokens import begin_step  # noqa: E402
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch  # noqa: E402
 
 SHARED_MEMORY = {90: 227 * 1024, 80: 99 * 1024}
@@ -254,6 +255,16 @@ def test_sampling(arch: int, dtype: torch.dtype) -> None:
         check(binary, arch)
     (counted,) = launched(arch, count_tokens, history, index, index, index)
     assert counted.stack == 0 and counted.registers <= 16
+
+
+@pytest.mark.parametrize(("arch", "count"), [(90, 256), (80, 1000)])
+def test_start_of_a_step(arch: int, count: int) -> None:
+    sizes = (8196,), (count, 8), (256, 500), (count,)
+    control, base, tables, ids = (meta(*size, dtype=torch.int32) for size in sizes)
+    uniform, work = meta(count, dtype=torch.float64), DecodeWork(count, count + 66, 128, META)
+    (binary,) = launched(arch, begin_step, control, base, tables, ids, ids, uniform, work)
+    check(binary, arch)
+    assert binary.registers <= 64
 
 
 def test_unknown_devices_are_refused() -> None:

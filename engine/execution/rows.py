@@ -127,6 +127,7 @@ class RowTable:
         num_blocks: [rows], blocks of the table.
         tables: [3, rows, max_blocks], units of K, V and hidden state; also as `k_table`, `v_table`, `hidden_table`.
         generation: [rows], number of requests that the row has held.
+        version: Number of times that a row was written, or got or lost a block of hidden state.
         known_to: [rows], tokens before this position were known before they were sampled.
         pooling: Pooling of the row's request, or None.
         pools: [rows], whether the row's request is pooled.
@@ -156,6 +157,7 @@ class RowTable:
         self.k_table, self.v_table, self.hidden_table = self.tables
         self.is_hidden = np.zeros((self.num_rows, max_blocks), dtype=np.bool_)
         self.num_hidden = np.zeros(self.num_rows, dtype=np.int64)
+        self.version = 0
         self._takes_hidden = hidden
         self._changed: list[IntArray] | None = None
         self._state_moves = StateMoves()
@@ -186,8 +188,10 @@ class RowTable:
     def settle(self, rows: IntArray, ends: IntArray, generations: IntArray, tokens: npt.NDArray[np.integer]) -> None:
         """Store sampled tokens [n] at positions `ends` that are UNKNOWN, for rows that still hold the same request."""
         same = (self.generation[rows] == generations) & (self.tokens[rows, ends] == UNKNOWN)
+        if not same.all():
+            rows, ends, tokens = rows[same], ends[same], tokens[same]
         # Without a token the request ends or repeats the step, but a step already in flight needs a valid id to read.
-        self.tokens[rows[same], ends[same]] = np.maximum(tokens[same], 0)
+        self.tokens[rows, ends] = np.maximum(tokens, 0)
 
     def force(self, row: int, end: int, token_ids: Sequence[int]) -> None:
         """Write the forced tokens from position `end` on."""
@@ -238,6 +242,7 @@ class RowTable:
         self.tokens[new.row, : len(new.token_ids)] = new.token_ids
         self.num_prompt[new.row] = new.num_prompt_tokens
         self.known_to[new.row] = 0
+        self.version += 1
         self._empty(new.row)
         self.generation[new.row] += 1
         self.sampling.write(new.row, new.sampling)
@@ -253,11 +258,12 @@ class RowTable:
         units = [e.units for e in entries if e.kind is CacheKind.KV and e.tier is Tier.DEVICE]
         if not len(units) == len(set(rows)) == len(rows):
             return False
-        blocks = self.num_blocks[rows]
+        where = np.array(rows)
+        blocks = self.num_blocks[where]
         assert blocks.max() < self.tables.shape[2], "the block table exceeds the longest context"
-        self.tables[:2, rows, blocks] = np.array(units).T
-        self.num_blocks[rows] += 1
-        self.note(np.array(rows), blocks)
+        self.k_table[where, blocks], self.v_table[where, blocks] = np.array(units).T
+        self.num_blocks[where] = blocks + 1
+        self.note(where, blocks)
         return True
 
     def _extend(self, row: int, entries: Sequence[CacheEntry]) -> None:
@@ -282,6 +288,7 @@ class RowTable:
             return
         hidden = entry.kind is CacheKind.HIDDEN
         assert self._takes_hidden or not hidden, "this runner has no scratch for hidden state"
+        self.version += int(hidden or self.is_hidden[row, block])
         self.num_hidden[row] += int(hidden) - int(self.is_hidden[row, block])
         self.is_hidden[row, block] = hidden
         if hidden:

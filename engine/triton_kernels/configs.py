@@ -68,6 +68,8 @@ _PREFILL_FLOAT32 = LaunchConfig(32, 16, 8, 2)
 
 FLAT = LaunchConfig(1, 1024, 4, 1)
 """Element-wise kernels: 1,024 elements per program, 8 per thread."""
+BEGIN = LaunchConfig(1, 32, 4, 1)
+"""Start of a step: one program per request, with 32 splits or table changes at a time."""
 COPY = LaunchConfig(1, 4096, 4, 1)
 """Copies: 4,096 elements per program, so that each thread has four 16-byte loads in flight before it stores."""
 DRAW = LaunchConfig(1, 4096, 16, 1)

@@ -10,4 +10,4 @@ from engine.triton_kernels.penalties import count_tokens, penalise, token_mask
 from engine.triton_kernels.prefill_attention import prefill_attention
 from engine.triton_kernels.rope_cache_write import rope_cache_write
 from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded
-from engine.triton_kernels.step_tokens import accept_tokens, embed_tokens, softcap
+from engine.triton_kernels.step_tokens import accept_tokens, begin_step, embed_tokens, softcap

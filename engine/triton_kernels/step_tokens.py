@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Start and end of a step: token ids to hidden state; soft-capped logits; and sampled tokens to the buffers from which
-the next step reads them. Twin: engine.triton_kernels.twins."""
+"""Start and end of a step: inputs of repeated decodes; token ids to hidden state; soft-capped logits; sampled tokens
+to the buffers from which the next step reads them. Twin: engine.triton_kernels.twins."""
 
 import torch
 import triton
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.triton_kernels import configs
+from engine.triton_kernels.work import DecodeWork
 
 
 @triton.jit
@@ -29,6 +30,65 @@ def embed_kernel(
         place = (tl.load(positions + token) + offset).to(tl.int64)
         values = values.to(tl.float32) + tl.load(learned + place * width + at, mask=inside).to(tl.float32)
     tl.store(out + token * width + at, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mixed(state):
+    """Return SplitMix64's mix of a uint64."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
+
+
+@triton.jit(do_not_specialize=["padded", "capacity", "tile", "least"])
+def begin_kernel(
+    control, base, tables, ids, positions, uniform, requests, ranges, items, padded, capacity, tile, least,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (request): its position, its items, its random number, and its part of the table changes."""
+    me, lanes = tl.program_id(0), tl.arange(0, BLOCK)
+    steps, changes, count, draws = tl.load(control), tl.load(control + 1), tl.load(control + 2), tl.load(control + 3)
+    mine = base + me * 8
+    for first in range(me * BLOCK, changes, padded * BLOCK):
+        at = first + lanes
+        place = tl.load(control + 4 + 2 * at, mask=at < changes, other=0)
+        entry = tl.load(control + 5 + 2 * at, mask=at < changes, other=0)
+        tl.store(tables + place, entry, mask=at < changes)
+    # As `DecodeWork.fill`; every program computes the splits of all requests, to know where its own items begin.
+    every = tl.arange(0, ROWS)
+    starts = tl.load(base + every * 8 + 2, mask=every < count, other=0)
+    tiles = tl.where(every < count, (starts + steps + tile) // tile, 0)
+    size = tl.maximum(least, tl.cdiv(tl.sum(tiles), tl.maximum(capacity - count, 1)))
+    splits = tl.cdiv(tiles, size)
+    used, begins = tl.sum(splits), tl.sum(tl.where(every < me, splits, 0))
+    token, row, position, length, own = 0, 0, 0, 0, 0
+    if me < count:
+        token, row, position = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2) + steps
+        token = tl.where(steps > 0, -1, token)
+        length = position + 1
+        own = tl.cdiv(tl.cdiv(length, tile), size)
+    tl.store(ids + me, token)
+    tl.store(positions + me, position)
+    tl.store(requests + 2 * me, row)
+    tl.store(requests + 2 * me + 1, length)
+    tl.store(ranges + 4 * me, tl.where(me < count, begins, 0))
+    tl.store(ranges + 4 * me + 1, own)
+    share = tl.cdiv(tl.cdiv(length, tile), tl.maximum(own, 1)) * tile
+    for first in range(0, own, BLOCK):
+        number = first + lanes
+        item = items + 4 * (begins + number)
+        tl.store(item, tl.zeros_like(number) + me, mask=number < own)
+        tl.store(item + 1, tl.zeros_like(number) + row, mask=number < own)
+        tl.store(item + 2, number * share, mask=number < own)
+        tl.store(item + 3, tl.minimum(number * share + share, length), mask=number < own)
+    for first in range(used + me * BLOCK, capacity, padded * BLOCK):
+        tl.store(items + 4 * (first + lanes), tl.zeros_like(lanes) - 1, mask=first + lanes < capacity)
+    if me < draws:  # as `engine.execution.rows.uniforms`
+        low, high = tl.load(mine + 4).to(tl.uint32, bitcast=True), tl.load(mine + 5).to(tl.uint32, bitcast=True)
+        golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+        stream = mixed(((high.to(tl.uint64) << 32) | low.to(tl.uint64)) + golden)
+        bits = mixed(stream + (tl.load(mine + 3) + steps + 1).to(tl.uint64) * golden) >> 12
+        tl.store(uniform + me, bits.to(tl.int64).to(tl.float64) * 2.220446049250313e-16)  # 2**-52
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -86,6 +146,38 @@ def embed_tokens(
         **config.options,
     )  # fmt: skip
     return out
+
+
+def begin_step(
+    control: Tensor,
+    base: Tensor,
+    tables: Tensor,
+    ids: Tensor,
+    positions: Tensor,
+    uniform: Tensor,
+    work: DecodeWork,
+) -> None:
+    """Begin a step of decodes: change block tables, and write ids, positions, work list and random numbers.
+
+    The step is one of several that decode the same rows; all are made from the values of the first.
+
+    Args:
+        control: [4 + 2 * n] int32: number of steps since the first, number of changes, of requests, and of draws; then
+            pairs of a flat index into `tables` and its entry.
+        base: [S, 8] int32, of each request in the first step: token (negative: sampled last, as in all later steps),
+            row, position; of each draw: output position, 0, seed (64 bits, low half first); 2 unused.
+        tables: int32, contiguous.
+        ids, positions: [S] int32; those of padding are set to 0.
+        uniform: [S] float64 in [0, 1), one for each draw.
+    """
+    assert len(base) == len(ids) == len(positions) == len(uniform) == len(work.requests), f"{len(base)} requests"
+    assert all(each.dtype == torch.int32 and each.is_contiguous() for each in (control, base, tables, ids, positions))
+    least, config = max(1, -(-work.min_split // work.tile)), configs.BEGIN
+    begin_kernel[(len(base),)](
+        control, base, tables, ids, positions, uniform, work.requests, work.ranges, work.items, len(base),
+        len(work.items), work.tile, least, ROWS=configs.next_power_of_two(work.most), BLOCK=config.block_n,
+        **config.options,
+    )  # fmt: skip
 
 
 def accept_tokens(tokens: Tensor, best: Tensor | None, rows: Tensor, sampled: Tensor, last_tokens: Tensor) -> None:

@@ -26,10 +26,10 @@ from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
 
 __all__ = [
-    "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "count_tokens", "decode_attention",
-    "draw", "embed_tokens", "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "lora_add", "penalise",
-    "prefill_attention", "rope_cache_write", "silu_and_mul", "silu_and_mul_rounded", "softcap", "token_mask",
-    "unit_copy",
+    "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "begin_step", "count_tokens",
+    "decode_attention", "draw", "embed_tokens", "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "lora_add",
+    "penalise", "prefill_attention", "rope_cache_write", "silu_and_mul", "silu_and_mul_rounded", "softcap",
+    "token_mask", "unit_copy",
 ]  # fmt: skip
 
 WAITING = frozenset(("decode_attention", "lora_add", "prefill_attention", "rope_cache_write"))
@@ -236,6 +236,54 @@ def _at(address: int, shape: tuple[int, int], like: Tensor) -> Tensor:
         return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=memory), device=like.device).view(like.dtype)
     size = shape[0] * shape[1] * like.itemsize
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=like.dtype).view(shape)
+
+
+def begin_step(
+    control: Tensor,
+    base: Tensor,
+    tables: Tensor,
+    ids: Tensor,
+    positions: Tensor,
+    uniform: Tensor,
+    work: DecodeWork,
+) -> None:
+    """Write the inputs of one of several steps that decode the same rows. Shapes as in the kernel's wrapper."""
+    steps, changes, count, draws = control[:4].long().unbind()
+    place, flat, pairs = torch.arange(len(ids), device=ids.device), tables.view(-1), control[4:].view(-1, 2).long()
+    pairs = torch.where(torch.arange(len(pairs), device=ids.device)[:, None] < changes, pairs, pairs[:1])
+    places = torch.where(changes > 0, pairs[:, 0], 0)  # without a change, the first entry is written as it is
+    flat.index_copy_(0, places, torch.where(changes > 0, pairs[:, 1].to(flat.dtype), flat[0]))
+    live = place < count
+    token, row, start, output = base[:, :4].long().unbind(1)
+    length = torch.where(live, start + steps + 1, 0)
+    ids.copy_(torch.where(live, torch.where(steps > 0, -1, token), 0))
+    positions.copy_((length - 1).clamp(min=0))
+    work.requests.copy_(torch.stack((torch.where(live, row, 0), length), 1))
+    tiles, least = -(-length // work.tile), max(1, -(-work.min_split // work.tile))
+    splits = -(-tiles // (-(-tiles.sum() // (len(work.items) - count).clamp(min=1))).clamp(min=least))
+    ends = splits.cumsum(0)
+    work.ranges[:, :2] = torch.stack((torch.where(live, ends - splits, 0), splits), 1)
+    item = torch.arange(len(work.items), device=ids.device)
+    request = torch.searchsorted(ends, item, right=True).clamp(max=len(ids) - 1)
+    share = (-(-tiles // splits.clamp(min=1)) * work.tile)[request]
+    begin = (item - (ends - splits)[request]) * share
+    made = torch.stack((request, row[request], begin, torch.minimum(begin + share, length[request])), 1)
+    used = item < ends[-1]
+    work.items.copy_(torch.where(used[:, None], made, work.items))
+    work.items[:, 0].masked_fill_(~used, -1)
+    stream = _mix(base.view(torch.int64)[:, 2] + _GOLDEN)
+    bits = _mix(stream + (output + steps + 1) * _GOLDEN) >> 12 & 2**52 - 1
+    uniform.copy_(torch.where(place < draws, bits.double() * 2.0**-52, uniform))
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+
+
+def _mix(state: Tensor) -> Tensor:
+    """Return SplitMix64's mix of 64 bits, whose right shifts fill with zeros."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ (state >> shift & 2 ** (64 - shift) - 1)) * (factor - 2**64)
+    return state ^ (state >> 31 & 2**33 - 1)
 
 
 def embed_tokens(

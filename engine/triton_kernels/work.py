@@ -65,16 +65,16 @@ class WorkBuffer:
         assert self._used <= len(self._host), "the buffer is too small for its parts"
         return self._host[part].view(shape).numpy(), self._device[part].view(shape)
 
-    def upload(self) -> None:
-        """Start the copy to the device on the current stream."""
+    def upload(self, count: int | None = None) -> None:
+        """Start the copy of all elements, or of the first `count`, to the device on the current stream."""
         if not self._pinned:
             return
         pinned, copied = self._pinned[0]
         self._pinned.append(self._pinned.pop(0))
         copied.synchronize()  # returns immediately unless the device is _PINNED_COPIES copies behind
         # Copy with numpy: from 32,768 elements on, torch starts a thread per core, and those threads spin for a while.
-        pinned.numpy()[:] = self._host.numpy()
-        self._device.copy_(pinned, non_blocking=True)
+        pinned.numpy()[:count] = self._host.numpy()[:count]
+        self._device[:count].copy_(pinned[:count], non_blocking=True)
         copied.record()
 
 
@@ -89,6 +89,7 @@ class DecodeWork:
     Device tensors: `requests` [max_requests, 2] = (table row, context length with the new token; 0 = padding),
     `ranges` [max_requests, 4] = (first item, number of items, request, 0), `items` [max_items, 4] = (request or -1,
     table row, begin, end), begin and end in tokens. `tile` is the kernel's `block_n`: splits begin at its multiples.
+    `most` is `max_requests`, also in a `head`.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class DecodeWork:
         buffer: WorkBuffer | None = None,
     ) -> None:
         assert max_items >= max_requests, "every request needs an item"
-        self.tile, self.min_split = tile, min_split
+        self.tile, self.min_split, self.most = tile, min_split, max_requests
         self.buffer = buffer or buffer_for(self.shapes(max_requests, max_items), device)
         parts = [self.buffer.take(*shape) for shape in self.shapes(max_requests, max_items)]
         self._requests, self._ranges, self._items = (array for array, _ in parts)

@@ -15,12 +15,14 @@ from torch import Tensor
 from engine.arrays import Float32Array, Int32Array, IntArray
 from engine.execution.cuda.shapes import PaddedShape
 from engine.execution.layout import Layout
-from engine.execution.rows import RowTable, SamplingTable, uniforms
+from engine.execution.rows import UNKNOWN, RowTable, SamplingTable, uniforms
+from engine.execution.sampler import DeviceSamples
 from engine.limits import Limits
 from engine.models.spec import ModelShape
 from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch, WorkBuffer, aligned
 
+_HEADER = 4  # numbers of steps since `fill`, of changes, of decodes, and of draws
 _CHANGES = 4096  # table entries in the buffer; the rest is sent separately
 _EDITS = 4096  # biases and forbidden end tokens in the buffer; the rest is sent separately
 _SLACK = 256  # upper bound of padding between parts
@@ -41,6 +43,9 @@ class StepInputs:
         prefill_scratch: The same memory as scratch of the subsequent prefill kernel.
         slots: [T], slots of LoRA adapters, for steps of decodes only.
         stored: [T], rows of tokens stored as hidden state, -1 for others.
+        control: [4 + 2 * changes], and
+        base: [S, 8], parameters of `Kernels.begin_step`.
+        uniform: [S] float64, random numbers of the samples.
     """
 
     shape: PaddedShape
@@ -56,6 +61,9 @@ class StepInputs:
     prefill_scratch: Scratch
     slots: Tensor
     stored: Tensor
+    control: Tensor
+    base: Tensor
+    uniform: Tensor
 
 
 class DrawInputs(NamedTuple):
@@ -107,6 +115,42 @@ class StepWishes:
     logprobs: LogprobInputs | None = None
 
 
+@dataclass(slots=True)
+class RepeatedStep:
+    """A step of decodes that the next steps may repeat, each one position later, from what is on the device.
+
+    Attributes:
+        count: Number of samples.
+        chunks: [n, 4], chunks of the next step.
+        version: `RowTable.version`.
+        fills: `StepBuffers.fills`.
+        result: Result of every repetition, which is always in the same place, if no other kernel follows the step.
+        steps: Number of repetitions so far.
+    """
+
+    inputs: StepInputs
+    wishes: StepWishes
+    count: int
+    chunks: IntArray
+    version: int
+    fills: int
+    result: tuple[Tensor, DeviceSamples] | None = None
+    steps: int = 0
+
+    def repeats(self, chunks: IntArray, rows: RowTable, fills: int) -> bool:
+        """Count one more repetition and return True, if `chunks` decode the last samples of the same rows.
+
+        The samples must be unknown to the host, because their values are taken from the device.
+        """
+        if (rows.version, fills) != (self.version, self.fills) or not np.array_equal(chunks, self.chunks):
+            return False
+        if (rows.tokens[chunks[:, 0], chunks[:, 1]] != UNKNOWN).any():
+            return False
+        self.chunks[:, 1] += 1
+        self.steps += 1
+        return True
+
+
 class HeadSizes(NamedTuple):
     """Numbers of query heads and KV heads, and head widths of q and k, and of v."""
 
@@ -127,7 +171,9 @@ class HeadSizes(NamedTuple):
 class StepBuffers:
     """Buffers of steps. All layers with these `heads` and all step shapes share the scratch of attention.
 
-    `max_items` is the maximum number of decode work items.
+    Attributes:
+        max_items: Maximum number of decode work items.
+        fills: Number of calls of `fill`.
     """
 
     def __init__(self, heads: HeadSizes, limits: Limits, dtype: torch.dtype, device: torch.device) -> None:
@@ -147,9 +193,13 @@ class StepBuffers:
         shapes = (*DecodeWork.shapes(max_samples, items), *PrefillWork.shapes(max_samples, tiles, merged))
         lists = sum(aligned(rows * columns) for rows, columns in shapes)
         self._buffer = WorkBuffer(
-            5 * max_tokens + 15 * max_samples + lists + 2 * _CHANGES + 2 * _EDITS + _SLACK, device
+            5 * max_tokens + 23 * max_samples + lists + 2 * _CHANGES + 2 * _EDITS + _SLACK, device
         )
         take = self._buffer.take
+        self._control, self._control_ = take(_HEADER + 2 * _CHANGES)  # first, so that it can be sent alone
+        self._changes, self._changes_ = self._control[_HEADER:].reshape(-1, 2), self._control_[_HEADER:].view(-1, 2)
+        self._base, self._base_ = take(max_samples, 8)
+        self._by_kernel, self.fills = False, 0
         (self._ids, self._ids_), (self._source, self._source_) = take(max_tokens), take(max_tokens)
         (self._positions, self._positions_), (self._rows, self._rows_) = take(max_tokens), take(max_tokens)
         (self._sample_tokens, self._sample_tokens_) = take(max_samples)
@@ -159,7 +209,6 @@ class StepBuffers:
         self._uniform, self._uniform_ = take(max_samples * 2)
         self._penalised, self._penalised_rows, self._wanted = take(max_samples), take(max_samples), take(max_samples)
         self._penalties, self._edits, self._added = take(max_samples * 3), take(_EDITS), take(_EDITS)
-        (self._places, self._places_), (self._entries, self._entries_) = take(_CHANGES), take(_CHANGES)
         self._decode = DecodeWork(max_samples, items, decode_tile, device, buffer=self._buffer)
         self._prefill = PrefillWork(
             max_samples, tiles, self._tile_tokens, device, self._buffer, slots=self._slots, tile=prefill.block_n
@@ -188,7 +237,8 @@ class StepBuffers:
             shape, self._ids_[:tokens], self._source_[:tokens], self._positions_[:tokens], self._rows_[:tokens],
             self._sample_tokens_[:samples], self._sample_rows_[:samples], self._decode.head(requests, items),
             self._prefill.head(samples, tiles, tokens, not shape.exact), decode, prefill, self._slots_of_[:samples],
-            self._stored_[:tokens],
+            self._stored_[:tokens], self._control_, self._base_[:samples],
+            self._uniform_.view(torch.float64)[:samples],
         )  # fmt: skip
         if not shape.exact:
             self._views[shape] = views
@@ -197,14 +247,20 @@ class StepBuffers:
     def fill(self, shape: PaddedShape, layout: Layout, rows: RowTable) -> StepInputs:
         """Write a step (decodes first, padded to `shape`) to the host buffer; `upload` sends it."""
         views, (row, start, length, _) = self.inputs(shape), layout.chunks.T
-        _pad(self._ids, rows.tokens[layout.token_rows, layout.positions], shape.tokens, 0)
+        count, self._by_kernel = layout.num_decodes, shape.by_kernel
+        self.fills += 1
+        tokens = rows.tokens[layout.token_rows, layout.positions]
         _pad(self._source, layout.token_rows, shape.tokens, rows.num_rows)
-        _pad(self._positions, layout.positions, shape.tokens, 0)
         _pad(self._rows, layout.token_rows, shape.tokens, -1)
         self._stored[: shape.tokens] = -1
         _pad(self._sample_tokens, layout.sampled_tokens, shape.samples, 0)
         _pad(self._sample_rows, layout.sampled_rows, shape.samples, rows.num_rows)
-        count = layout.num_decodes
+        self._control[:_HEADER] = 0, 0, count, 0
+        if shape.by_kernel:
+            self._base[:count, :3] = np.stack((tokens, row, start), axis=1)
+            return views
+        _pad(self._ids, tokens, shape.tokens, 0)
+        _pad(self._positions, layout.positions, shape.tokens, 0)
         views.decode.fill(row[:count].astype(np.int32), (start[:count] + 1).astype(np.int32))
         if shape.prefill:
             chunks = np.stack((row, layout.firsts, length, start), axis=1)[count:]
@@ -243,7 +299,11 @@ class StepBuffers:
         heat = np.where(table.greedy[where], 0.0, table.temperature[where])
         for target, values in ((temperature, heat), (top_p, table.top_p[where]), (min_p, table.min_p[where])):
             target.view(np.float32)[:count] = values
-        self._uniform.view(np.float64)[:count] = uniforms(table.seed[where], positions)
+        if self._by_kernel:
+            self._base[:count, 3], self._control[3] = positions, count
+            self._base.view(np.int64)[:count, 2] = table.seed[where]
+        else:
+            self._uniform.view(np.float64)[:count] = uniforms(table.seed[where], positions)
         device = [part[:count] for part in self._draw]
         heats, top_ps, min_ps = (device[place].view(torch.float32) for place in (0, 2, 3))
         return DrawInputs(self._uniform_.view(torch.float64)[:count], heats, device[1], top_ps, min_ps)
@@ -275,24 +335,39 @@ class StepBuffers:
             _part(self._penalties, values).view(torch.float32).view(-1, 3), rows, ends[places],
         )  # fmt: skip
 
-    def fill_changes(self, places: Int32Array, entries: Int32Array) -> None:
+    def fill_changes(self, places: IntArray, entries: IntArray) -> None:
         """Write block table changes, as many as fit; `write_tables` sends the rest."""
-        count = min(len(places), _CHANGES)
-        self._places[:count], self._entries[:count] = places[:count], entries[:count]
+        self._control[1] = count = min(len(places), _CHANGES)
+        self._changes[:count, 0], self._changes[:count, 1] = places[:count], entries[:count]
 
-    def upload(self) -> None:
-        """Start the copy of the step. The host buffer may be overwritten at once."""
-        self._buffer.upload()
+    def repeatable(self, layout: Layout, wishes: StepWishes, inputs: StepInputs, version: int) -> RepeatedStep | None:
+        """Return the step filled last if it can be repeated: only decodes, without edits that depend on positions."""
+        if not inputs.shape.by_kernel or wishes.edits or wishes.penalties is not None:
+            return None
+        chunks = layout.chunks + np.array((0, 1, 0, 0))
+        return RepeatedStep(inputs, wishes, len(layout.sampled), chunks, version, self.fills)
 
-    def write_tables(self, tables: Tensor, places: Int32Array, entries: Int32Array) -> None:
-        """Apply the block table changes on the device, after `upload`."""
-        count, flat = min(len(places), _CHANGES), tables.view(-1)
+    def upload(self, steps: int = 0) -> None:
+        """Start the copy of the step, or of what it needs `steps` positions later: table changes.
+
+        The host buffer may be overwritten at once.
+        """
+        self._control[0] = steps
+        self._buffer.upload(_HEADER + 2 * int(self._control[1]) if steps else None)
+
+    def write_tables(self, tables: Tensor, places: IntArray, entries: IntArray) -> None:
+        """Apply the block table changes on the device, after `upload`, but those that `begin_step` will apply."""
+        count = 0 if self._by_kernel else min(len(places), _CHANGES)
+        if not count and len(places) <= _CHANGES:
+            return
+        flat = tables.view(-1)
         if count:
-            flat.index_copy_(0, self._places_[:count].long(), self._entries_[:count])
+            changes = self._changes_[:count]
+            flat.index_copy_(0, changes[:, 0].long(), changes[:, 1])
         for first in range(_CHANGES, len(places), _CHANGES):
             part = slice(first, first + _CHANGES)
-            ids, values = (send(values[part], tables.device) for values in (places, entries))
-            flat.index_copy_(0, ids.long(), values)
+            ids, values = send(places[part], tables.device), send(entries[part].astype(np.int32), tables.device)
+            flat.index_copy_(0, ids, values)
 
 
 def _part(place: tuple[Int32Array, Tensor], values: IntArray | Int32Array) -> Tensor:

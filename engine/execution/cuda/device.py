@@ -1,9 +1,9 @@
 """CudaDevice: persistent device state, kernels, CUDA graphs by bucket, and tokens that stay on the device.
 
-`forward` turns a step into one upload and one graph replay, and returns at once. Cache operations use the same lane,
-transfers of the host tier others (`engine.execution.cuda.swap`). Steps that project hidden state, compute embeddings,
-or have both prompts and adapters run without a graph. With torch kernels, or Triton's interpreter, the class also runs
-on the CPU.
+`forward` turns a step into one upload and one graph replay, and returns at once. A step that decodes the rows of the
+last one again uploads changes of block tables only. Cache operations use the same lane, transfers of the host tier
+others (`engine.execution.cuda.swap`). Steps that project hidden state, compute embeddings, or have both prompts and
+adapters run without a graph. With torch kernels, or Triton's interpreter, the class also runs on the CPU.
 """
 
 import logging
@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
 from engine.execution.cuda.adapters import SlottedAdapters, StepSlots
-from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs, StepWishes, send
+from engine.execution.cuda.buffers import HeadSizes, RepeatedStep, StepBuffers, StepInputs, StepWishes, send
 from engine.execution.cuda.forward import DeviceTables, Forward, Graphs
 from engine.execution.cuda.hidden import Projection, StepHidden
 from engine.execution.cuda.sampling import Sampling
@@ -63,6 +63,7 @@ class CudaDevice:
         adapted: Whether LoRA adapters may be added.
 
     Attributes:
+        tables: Block tables and last tokens on the device.
         beyond: Runs the following layers on the next engine of a pipeline.
     """
 
@@ -85,8 +86,8 @@ class CudaDevice:
         self.rows = RowTable(limits, hidden=pool.get("scratch_blocks", 0) > 0)
         self.pool = UnitPool.of(spec, limits, weights.embedding, **pool)
         assert len(self.pool.slices) < 2**31, "table entries have 32 bits"
-        self._tables = DeviceTables(self.rows, self.pool)
-        self._forward = Forward(spec, weights, kernels, self._tables, self.pool, limits)
+        self.tables = DeviceTables(self.rows, self.pool)
+        self._forward = Forward(spec, weights, kernels, self.tables, self.pool, limits)
         self._projection = Projection(self._forward, self.pool, limits)
         self._swapper = Swapper(self.pool, kernels, self.lane, out=DeviceStream(device), back=DeviceStream(device))
         self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device)
@@ -97,6 +98,7 @@ class CudaDevice:
         self.beyond: NextStage | None = None
         self._stage = Stage(self._forward, self.lane, self._fill_and_upload, limits.max_num_batched_tokens)
         self._graphs = Graphs(self._run, self.lane)
+        self._last: RepeatedStep | None = None
         self._divided = any(isinstance(layer.out, SummedLinear) for layer in weights.layers)
         self._slotted = SlottedAdapters(spec, limits.max_num_seqs, device, taken=adapted)
         self.adapters: Adapters = self._slotted
@@ -134,6 +136,12 @@ class CudaDevice:
         """See Device. Waits only for masks, while the device runs, and for other stages of a pipeline."""
         if self.beyond is not None:
             return self._run_pipeline(self.beyond, chunks, masks, take)
+        last = self._repeat(chunks) if masks is None and take is None else None
+        if last is not None:
+            self._graphs.run(last.inputs)
+            result = last.result or self._choose(last.inputs, last.count, last.wishes, None)
+            self._last = last
+            return result
         rows, layout = self.rows, decodes_first(chunks)
         inputs = self._fill(layout)
         wishes, numbers = self._sampling.begin(layout), rows.adapters[layout.token_rows]
@@ -156,13 +164,28 @@ class CudaDevice:
             self._graphs.run(inputs, adapted=by_slots)
         else:
             self._forward(inputs, hidden, None if take is None else partial(take, layout), adapt)
-        return self._choose(inputs, layout, wishes, masks)
+        result = self._choose(inputs, len(layout.sampled), wishes, masks)
+        if hidden is None and take is None and masks is None and not numbers.any():
+            self._last = self._buffers.repeatable(layout, wishes, inputs, rows.version)
+            if self._last is not None and wishes == StepWishes() and self._share is None:
+                self._last.result = result
+        return result
+
+    def _repeat(self, chunks: IntArray) -> RepeatedStep | None:
+        """Begin a step that repeats the last one; return None if chunks [n, 4] do not.
+
+        It becomes `_last` again when it has been launched without an error.
+        """
+        last, self._last = self._last, None
+        if last is None or not last.repeats(chunks, self.rows, self._buffers.fills):
+            return None
+        self._upload(last.steps)
+        return last
 
     def _choose(
-        self, inputs: StepInputs, layout: Layout, wishes: StepWishes, masks: FinishMasks | None
+        self, inputs: StepInputs, count: int, wishes: StepWishes, masks: FinishMasks | None
     ) -> tuple[Tensor, DeviceSamples]:
-        """Return the result of `forward` from the logits on the device."""
-        count = len(layout.sampled)
+        """Return the result of `forward` from the logits of `count` samples on the device."""
         logits, greedy = self._forward.logits[:count], self._forward.sampled[:count]
         samples = self._sampling.choose(logits, greedy, wishes, None if masks is None else masks())
         if samples.tokens is not greedy:
@@ -174,7 +197,7 @@ class CudaDevice:
     def keep(self, layers: range) -> None:
         """Run only these layers from now on; graphs apply to all layers. The pool is already arranged for them."""
         self._forward.layers = layers
-        self._tables.relaid(self.pool.num_layers)
+        self.tables.relaid(self.pool.num_layers)
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
         """See Stage. Raises ValueError for a unit outside the pool, which would be a fatal error on the device."""
@@ -193,13 +216,16 @@ class CudaDevice:
         inputs = self._fill(layout)
         wishes = self._sampling.begin(layout)
         self._upload()
+        self._forward.begin(inputs)
         if len(came):
             self._forward.finish(inputs, self._stage.enter(came, inputs.shape.samples))
-        return self._choose(inputs, layout, wishes, masks)
+        return self._choose(inputs, len(layout.sampled), wishes, masks)
 
     def _fill_and_upload(self, layout: Layout) -> StepInputs:
+        """Begin a step of which only parts of the forward pass run."""
         inputs = self._fill(layout)
         self._upload()
+        self._forward.begin(inputs)
         return inputs
 
     def _run(self, inputs: StepInputs, *, adapted: bool) -> None:
@@ -223,28 +249,34 @@ class CudaDevice:
         without a graph.
         """
         assert self._share is not None, "join() must precede follow()"
-        layout = decodes_first(chunks)
-        inputs = self._fill(layout)
-        self._upload()
+        last = None if whole else self._repeat(chunks)
+        if last is None:
+            layout = decodes_first(chunks)
+            inputs = self._fill(layout)
+            self._upload()
+            count, last = len(layout.sampled), self._buffers.repeatable(layout, StepWishes(), inputs, self.rows.version)
+        else:
+            inputs, count = last.inputs, last.count
         if whole:
             self._run(inputs, adapted=False)
         else:
             self._graphs.run(inputs)
-        if count := len(layout.sampled):
+        if count:
             tokens = self._forward.sampled[:count]
             self._share(tokens)
             self._forward.accept(inputs, tokens)
+        self._last = last
 
     def _fill(self, layout: Layout) -> StepInputs:
         """Write a step to the host side of the buffers."""
         return self._buffers.fill(self._buckets.fit(len(layout.positions), layout.num_decodes), layout, self.rows)
 
-    def _upload(self) -> None:
-        """Send the step and the changes of the tables."""
-        changes = self._tables.take_changes()
+    def _upload(self, steps: int = 0) -> None:
+        """Send the step and the changes of the tables, or the changes alone, `steps` after the step."""
+        changes = self.tables.take_changes()
         self._buffers.fill_changes(*changes)
-        self._buffers.upload()
-        self._buffers.write_tables(self._tables.tables, *changes)
+        self._buffers.upload(steps)
+        self._buffers.write_tables(self.tables.tables, *changes)
 
     def run_padding(self, num_tokens: int, num_samples: int) -> None:
         """Run `num_tokens` of padding with `num_samples` samples and all sampling features, for the peak of memory.
@@ -286,9 +318,10 @@ class CudaDevice:
                 if self.pool.scratch_blocks:
                     hidden = StepHidden.padding(self._projection, self._forward, inputs)
                 self._run_padding(inputs, 1, params, masked, hidden)
+            inputs = self._buffers.fill(self._buckets.fit(1, 1), decodes_first(_NO_CHUNKS), self.rows)
+            self._buffers.upload()
+            self._forward.begin(inputs)
             if self._slotted.taken:
-                inputs = self._buffers.fill(self._buckets.fit(1, 1), decodes_first(_NO_CHUNKS), self.rows)
-                self._buffers.upload()
                 self._run(inputs, adapted=True)
             if self.pool.scratch_blocks:
                 self.restore(np.array([[self.pool.zero_unit, 0, 1]]), np.zeros(1, dtype=np.int64))

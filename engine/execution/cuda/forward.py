@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.arrays import Int32Array, IntArray
+from engine.arrays import IntArray
 from engine.execution.cuda.buffers import StepInputs
 from engine.execution.lane import DeviceStream
 from engine.execution.pool import UnitPool
@@ -33,7 +33,7 @@ from engine.models.torch_ops import attention_scaling, inverse_frequencies
 from engine.models.weights import LayerWeights, ModelWeights, embedding_scale
 from engine.triton_kernels import Kernels
 
-_NO_CHANGES = np.zeros(0, dtype=np.int32)
+_NO_CHANGES = np.zeros(0, dtype=np.int64)
 
 
 class DeviceTables:
@@ -60,16 +60,16 @@ class DeviceTables:
         """Return the pool with these cells [slices, block_size, kv_heads, head_dim] as kernels take it."""
         return PoolView(cells, self.tables[0], None if self.pair else self.tables[1], self._scratch_base, self.pair)
 
-    def take_changes(self) -> tuple[Int32Array, Int32Array]:
+    def take_changes(self) -> tuple[IntArray, IntArray]:
         """Return changes since the last call: flat indices [n] into `tables`, and their entries [n]."""
         blocks, count = self._rows.take_changes(), len(self.tables)
         if not len(blocks):
             return _NO_CHANGES, _NO_CHANGES
-        units = self._rows.tables.reshape(3, -1)[:, blocks]
+        units = self._rows.tables.reshape(3, -1)[: max(count, 2)].take(blocks, axis=1)
         assert not self.pair or (units[1] == units[0] + 1).all(), "in a paired pool V must follow its K"
         entries = self._entries_of(units[:count])
-        places = blocks + np.arange(count)[:, None] * self.tables[0].numel()
-        return places.ravel().astype(np.int32), entries.ravel().astype(np.int32)
+        places = blocks if count == 1 else blocks + np.arange(count)[:, None] * (self.tables.numel() // count)
+        return places.ravel(), entries.ravel()
 
     def relaid(self, num_layers: int) -> None:
         """Rewrite all entries for units of `num_layers` layers. Waits for the device."""
@@ -88,7 +88,7 @@ Observe = Callable[[int, Tensor], None]
 
 
 class Forward:
-    """Forward pass; called with the inputs of a step.
+    """Forward pass; called with the inputs of a step. Callers of its parts call `begin` first.
 
     Attributes:
         logits: [max_samples, vocab], logits of the step's samples.
@@ -133,11 +133,19 @@ class Forward:
         take: Callable[[Tensor, Head], None] | None = None,
         adapt: Adapt | None = None,
     ) -> None:
+        self.begin(inputs)
         hidden, delta = self._unsummed(inputs, self.embed(inputs), observe, adapt)
         assert delta is not None, "the model has no layers"
         if take is not None:
             take(self.decoder.normed(self.decoder.summed(hidden, delta)), self.decoder.head)
         self.finish(inputs, hidden, delta, inputs.sample_tokens)
+
+    def begin(self, inputs: StepInputs) -> None:
+        """Write the inputs that a kernel writes (`PaddedShape.by_kernel`) and the changes of the tables."""
+        if inputs.shape.by_kernel:
+            self._kernels.begin_step(
+                inputs.control, inputs.base, self.tables, inputs.ids, inputs.positions, inputs.uniform, inputs.decode
+            )
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """Return the hidden state [T, H] before the first layer."""

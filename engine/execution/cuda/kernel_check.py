@@ -28,6 +28,7 @@ from engine.errors import ConfigError
 from engine.execution.cuda.adapters import SLOTS
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.masks import StepMasks
+from engine.execution.rows import UNKNOWN
 from engine.limits import UNITS_PER_BLOCK, Limits
 from engine.models.attention import PoolView
 from engine.models.byte_cells import ByteSlices, is_bytes
@@ -36,6 +37,7 @@ from engine.models.spec import ModelSpec
 from engine.models.weights import matrices
 from engine.scheduling.output import NewRequest, SchedulerOutput
 from engine.triton_kernels import Kernels, configs, twins
+from engine.triton_kernels.work import DecodeWork
 
 TOLERANCE = {
     torch.float64: 1e-5, torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.int8: 6e-2,
@@ -44,10 +46,11 @@ TOLERANCE = {
 """Largest error of a kernel by the type of its result, relative to the value plus the root mean square of all values.
 Results of other types are equal, up to one draw, which a rounding may move to the next token."""
 _WRITES = {
-    "accept_tokens": ("sampled", "last_tokens"), "count_tokens": ("history",), "decode_attention": ("out",),
-    "hidden_gather": ("out",), "hidden_write": ("pool",), "lora_add": ("y",), "penalise": ("logits",),
-    "prefill_attention": ("out",), "rope_cache_write": ("q", "pool"), "softcap": ("out",), "token_mask": ("logits",),
-    "unit_copy": ("target",),
+    "accept_tokens": ("sampled", "last_tokens"),
+    "begin_step": ("tables", "ids", "positions", "uniform", "work"), "count_tokens": ("history",),
+    "decode_attention": ("out",), "hidden_gather": ("out",), "hidden_write": ("pool",), "lora_add": ("y",),
+    "penalise": ("logits",), "prefill_attention": ("out",), "rope_cache_write": ("q", "pool"), "softcap": ("out",),
+    "token_mask": ("logits",), "unit_copy": ("target",),
 }  # fmt: skip
 """Parameters that a kernel changes in place."""
 _ROWS, _CHUNK = 9, 40
@@ -207,6 +210,8 @@ def _regions(name: str, twin: Callable[..., Any], args: Sequence[Any], options: 
             cells = value.cells
             whole = cells.as_strided((len(cells), cells.stride(0)), (cells.stride(0), 1))
             found.append(_Region(whole, tuple(cells.shape[1:]) if is_bytes(cells.dtype) else ()))
+        elif isinstance(value, DecodeWork):
+            found += map(_Region, (value.requests, value.ranges, value.items))
         elif value is not None:
             found.append(_Region(value))
     return found
@@ -284,7 +289,7 @@ def probe(device: CudaDevice, spec: ModelSpec, limits: Limits) -> list[Tensor]:
             device.swap_in(np.array([[1, 0], [0, 3]]))
         device.rows.apply(SchedulerOutput(0, (), requests))
         decodes = [(row, each, 1, 1) for row, each in enumerate(pasts)] or [(0, past, 1, 1)]
-        steps = [device.forward(np.array(decodes))[0].clone()]
+        steps = [device.forward(np.array(decodes))[0].clone(), *_repeat(device, decodes)]
         beside = [(row, each + 1, 1, 1) for row, each in enumerate(pasts)]
         steps.append(device.forward(np.array([*beside, (last, past, chunk, 1)]), lambda: masks)[0].clone())
         if device.adapted:
@@ -300,6 +305,21 @@ def probe(device: CudaDevice, spec: ModelSpec, limits: Limits) -> list[Tensor]:
             steps.append(device.forward(np.array([(0, len(tokens) - 1, 1, 1)]))[0].clone())
         device.lane.mark().synchronize()
     return steps
+
+
+def _repeat(device: CudaDevice, decodes: Sequence[tuple[int, int, int, int]]) -> list[Tensor]:
+    """Return the logits of two steps, of which the second repeats the first one position later.
+
+    Its tokens are known to the device only: the same ones, whatever the first step samples.
+    """
+    chunks = np.array([each for each in decodes if not device.rows.sampling.edits[each[0]]])
+    where, starts = chunks[:, 0], chunks[:, 1] + 1
+    first, known = device.forward(chunks)[0].clone(), device.rows.tokens[where, starts]
+    device.rows.tokens[where, starts] = UNKNOWN
+    device.tables.last_tokens[:-1] = 1
+    second = device.forward(chunks + np.array((0, 1, 0, 0)))[0].clone()
+    device.rows.tokens[where, starts] = known
+    return [first, second]
 
 
 def _deltas(device: CudaDevice, spec: ModelSpec) -> dict[Site, Delta]:

@@ -31,6 +31,11 @@ class PaddedShape:
     samples: int
     exact: bool = False
 
+    @property
+    def by_kernel(self) -> bool:
+        """Whether a kernel, `begin_step`, writes positions and work list: in the buckets of decodes."""
+        return not self.prefill and not self.exact
+
 
 def decode_buckets(max_num_seqs: int) -> list[int]:
     """Return the padded numbers of decodes, about an eighth apart for large batches, up to `max_num_seqs`."""
