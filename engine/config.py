@@ -66,7 +66,7 @@ class EngineConfig:
     speculation: str = _flag(
         "auto",
         "verify guesses of an answer's next tokens, from its context and from earlier answers, in steps that have time "
-        "for them; answers stay the same; auto: on a CPU, since no GPU was measured",
+        "for them; answers stay the same up to rounding; auto: on a CPU, since no GPU was measured",
         ("auto", "on", "off"),
     )
     threads: int | None = _flag(None, "processor threads of a step on a CPU (default: measured, at most one per core)")

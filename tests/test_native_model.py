@@ -3,6 +3,7 @@ any way, in a scattered pool of blocks that held NaN before."""
 
 import dataclasses
 import math
+import random
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TypeVar
@@ -159,9 +160,41 @@ def test_tokens_equal_those_of_torch_where_the_margin_allows(name: str, dtype: s
             end += 1
 
 
-@pytest.mark.parametrize("level", Level)
-def test_neighbours_change_nothing(level: Level) -> None:
-    """A step of prefills, decodes and short chunks gives each row what it gets alone, up to the split of contexts."""
+@pytest.mark.parametrize(
+    ("name", "level", "dtype"),
+    [
+        ("qwen2-gqa7", Level.AVX2, "float32"),
+        ("gemma2", Level.AVX512, "float32"),
+        ("llama-gqa2", Level.AVX2, "float16"),
+        ("mistral-window", Level.AVX512, "bfloat16"),
+    ],
+)
+def test_a_row_has_the_same_bits_in_every_step(name: str, level: Level, dtype: str) -> None:
+    """Token by token alone, and in chunks of any length beside others, by any number of threads: logits and cells."""
+    (spec, weights), length = load(name, dtype), 592  # three parts of a context
+    alone = Bench(level, spec, weights, threads=1, max_model_len=length, length=length)
+    expected = [alone.step((0, at, 1)).logits for at in range(length)]
+    blocks = length // 16
+    cells = [alone.pool.units[table[0, :blocks]] for table in (alone.rows.k_table, alone.rows.v_table)]
+    for threads in (1, 2, 5):
+        rng = random.Random(threads)
+        bench, ends = Bench(level, spec, weights, threads=threads, max_model_len=length, length=length), [0] * ROWS
+        while ends[0] < length:
+            chosen = [min(rng.choice((0, 1, 1, 2, 7, 8, 13, 64, 300)), length - end) for end in ends]
+            chunks = [(row, ends[row], count) for row, count in enumerate(chosen) if count]
+            rng.shuffle(chunks)
+            result = bench.step(*chunks)
+            for index, (row, start, count) in enumerate(chunks):
+                ends[row] = start + count
+                if row == 0:
+                    one = expected[start + count - 1]
+                    assert one is not None and result.logits is not None and torch.equal(result.logits[index], one[0])
+        for table, ours in zip((bench.rows.k_table, bench.rows.v_table), cells, strict=True):
+            assert torch.equal(bench.pool.units[table[0, :blocks]], ours)
+
+
+@pytest.mark.parametrize("level", [Level.BF16, Level.AMX])
+def test_neighbours_change_little_where_products_are_of_bfloat16(level: Level) -> None:
     spec, weights = load("llama-gqa2", "bfloat16")
     together, alone = Bench(level, spec, weights), Bench(level, spec, weights, threads=1)
     for bench in (together, alone):
@@ -172,18 +205,6 @@ def test_neighbours_change_nothing(level: Level) -> None:
         single = alone.step(chunk)
         assert every.logits is not None and single.logits is not None
         assert float((every.logits[index] - single.logits[0]).abs().max()) < 0.05
-
-
-def test_threads_change_nothing() -> None:
-    spec, weights = load("qwen2-gqa7")
-    results = []
-    for threads in (1, 2, 5):
-        bench = Bench(Level.AVX2, spec, weights, threads=threads)
-        bench.step((0, 0, 60), (1, 0, 33))
-        results.append(bench.step((0, 60, 1), (1, 33, 4), (2, 0, 50)))
-    for result in results[1:]:
-        assert result.logits is not None and results[0].logits is not None
-        assert float((result.logits - results[0].logits).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("level", Level)
@@ -230,10 +251,12 @@ def test_chunks_that_do_not_sample_give_nothing() -> None:
     assert len(some.best_ids) == 2 and some.logits is None
 
 
-@pytest.mark.parametrize(("name", "level"), in_turn(FAMILY_CASES, [Level.AVX2], [Level.BF16]))
+@pytest.mark.parametrize(  # without OPT, which has no position behind 256
+    ("name", "level"), in_turn((name for name in FAMILY_CASES if name != "opt"), [Level.AVX2], [Level.BF16])
+)
 def test_what_only_sampled_tokens_need_is_as_if_computed_of_all(name: str, level: Level) -> None:
     spec, weights = load(name, "float32" if level is Level.AVX2 else "bfloat16")
-    length = 200  # so long that a decode's context is split
+    length = 300  # so long that a decode's context is split
     lean, plain = (Bench(level, spec, weights, max_model_len=length, length=length) for _ in range(2))
     short = lean.model._lean
     assert short is not None
@@ -244,9 +267,9 @@ def test_what_only_sampled_tokens_need_is_as_if_computed_of_all(name: str, level
 
 def compare(lean: Bench, plain: Bench, level: Level) -> None:
     for step in (
-        chunks_of((0, 0, 150, 0), (1, 0, 40, 0), (2, 0, 1, 0)),  # nobody
-        chunks_of((0, 150, 1, 1), (1, 40, 33, 1), (2, 1, 70, 0), (3, 0, 5, 1), (4, 0, 97, 1)),
-        chunks_of((2, 71, 60, 0), (0, 151, 1, 1)),
+        chunks_of((0, 0, 270, 0), (1, 0, 40, 0), (2, 0, 1, 0)),  # nobody
+        chunks_of((0, 270, 1, 1), (1, 40, 33, 1), (2, 1, 70, 0), (3, 0, 5, 1), (4, 0, 97, 1)),
+        chunks_of((2, 71, 60, 0), (0, 271, 1, 1)),
     ):
         results = [each.model.run(step, logits=True, whole=each is plain) for each in (lean, plain)]
         if not step[:, 3].any():
@@ -254,4 +277,4 @@ def compare(lean: Bench, plain: Bench, level: Level) -> None:
         (first, second) = (each.logits for each in results)
         assert first is not None and second is not None and first.shape == second.shape
         error = (first - second).abs().max()
-        assert error <= (FLOAT_ERROR if level is Level.AVX2 else 0.05)
+        assert error <= (0.0 if level is Level.AVX2 else 0.05)

@@ -3,63 +3,71 @@
 
 template <class T, class S, class C = T> struct Attention {
     static constexpr int64_t W = Vec::W;
+#ifdef TIDE_HAS_BF16
+    static constexpr bool TURNED = false;  // tiles of these levels have products of their own
+#else
+    static constexpr bool TURNED = true;
+#endif
 
-    // ---- one query and all of its heads
+    static Vec scaled(Vec a, float scale) { return Cells<C>::SCALED ? mul(a, set(scale)) : a; }
+
+    // ---- one query and its heads
 
     // A head's part of a cell that is needed soon, on its way: few at a time, as a core drops or waits for what is too much.
     static void fetch(const C *cell, int64_t dim) {
         for (int64_t i = 0; i < dim * int64_t(sizeof(C)); i += 64) _mm_prefetch((const char *)cell + i, _MM_HINT_T0);
     }
 
-    // Dot products of G heads' queries [G][padded] with the keys of W tokens, `at` in their cells; scores [G][SPLIT].
-    template <int G> static void score(const float *q, int64_t padded, const C *const *keys, int64_t at, int64_t dim, float *scores, Vec scale, float cap, int64_t live, const C *const *soon) {
-        Vec products[G][W];
-        for (int64_t j = 0; j < W; j++) {
-            if (soon) fetch(soon[j] + at, dim);
-            Vec a[G];
-            for (int g = 0; g < G; g++) a[g] = zero();
+    // Dot products of G heads' queries [G][padded] with the keys of W tokens, `at` in their cells; scores [G][TILE_KEYS].
+    // TURNED: summed in the order of a tile's products, so that a query has the same scores in a chunk of any length.
+    template <int G> static void score(const float *q, int64_t padded, const C *const *keys, int64_t at, int64_t dim, const float *scales, float *scores, const C *const *soon) {
+        for (int64_t j = 0; soon && j < W; j++) fetch(soon[j] + at, dim);
+        if constexpr (TURNED) {
+            Vec products[G];
+            for (int g = 0; g < G; g++) products[g] = zero();
             for (int64_t d = 0; d < dim; d += W) {
-                const Vec k = get(keys[j] + at + d, dim - d);
-                for (int g = 0; g < G; g++) a[g] = fma(load(q + g * padded + d), k, a[g]);
+                Vec k[W];
+                for (int64_t j = 0; j < W; j++) k[j] = scaled(get(keys[j] + at + d, dim - d), scales[j]);
+                transpose(k);
+                for (int64_t j = 0; j < W; j++)
+                    for (int g = 0; g < G; g++) products[g] = fma(set(q[g * padded + d + j]), k[j], products[g]);
             }
-            for (int g = 0; g < G; g++) products[g][j] = a[g];
+            for (int g = 0; g < G; g++) store(scores + g * TILE_KEYS, products[g]);
+        } else {
+            Vec products[G][W];
+            for (int64_t j = 0; j < W; j++) {
+                Vec a[G];
+                for (int g = 0; g < G; g++) a[g] = zero();
+                for (int64_t d = 0; d < dim; d += W) {
+                    const Vec k = get(keys[j] + at + d, dim - d);
+                    for (int g = 0; g < G; g++) a[g] = fma(load(q + g * padded + d), k, a[g]);
+                }
+                for (int g = 0; g < G; g++) products[g][j] = a[g];
+            }
+            for (int g = 0; g < G; g++) store(scores + g * TILE_KEYS, Cells<C>::SCALED ? mul(sums(products[g]), load(scales)) : sums(products[g]));
         }
-        for (int g = 0; g < G; g++) store(scores + g * SPLIT, first_lanes(capped(mul(sums(products[g]), scale), cap), live, -INFINITY));
     }
 
-    // Adds the values of `count` tokens, weighted: to [G][padded], N vectors from `d` on.
-    template <int G, int N> static void gather(const float *weights, const C *const *values, int64_t at, int64_t count, int64_t d, int64_t dim, float *to, int64_t padded, const C *const *soon) {
+    // Adds the values of `count` tokens, weighted: to [G][padded], N vectors from `d` on; weights [G][TILE_KEYS].
+    template <int G, int N> static void gather(const float *weights, const C *const *values, int64_t at, int64_t count, int64_t d, int64_t dim, const float *scales, float *to, int64_t padded, const C *const *soon) {
         Vec a[G][N];
         for (int g = 0; g < G; g++)
             for (int n = 0; n < N; n++) a[g][n] = load(to + g * padded + d + n * W);
         for (int64_t j = 0; j < count; j++) {
             if (soon) fetch(soon[j] + at, dim);
             for (int n = 0; n < N; n++) {
-                const Vec v = get(values[j] + at + d + n * W, dim - d - n * W);
-                for (int g = 0; g < G; g++) a[g][n] = fma(set(weights[g * SPLIT + j]), v, a[g][n]);
+                const Vec v = scaled(get(values[j] + at + d + n * W, dim - d - n * W), scales[j]);
+                for (int g = 0; g < G; g++) a[g][n] = fma(set(weights[g * TILE_KEYS + j]), v, a[g][n]);
             }
         }
         for (int g = 0; g < G; g++)
             for (int n = 0; n < N; n++) store(to + g * padded + d + n * W, a[g][n]);
     }
-    template <int G> static void gather_all(const float *weights, const C *const *values, int64_t at, int64_t count, int64_t dim, float *to, int64_t padded, const C *const *soon) {
+    template <int G> static void gather_all(const float *weights, const C *const *values, int64_t at, int64_t count, int64_t dim, const float *scales, float *to, int64_t padded, const C *const *soon) {
         constexpr int N = Vec::W == 16 ? 4 : 2;
         int64_t d = 0;
-        for (; d + (N - 1) * W < dim; d += N * W) gather<G, N>(weights, values, at, count, d, dim, to, padded, d ? nullptr : soon);
-        for (; d < dim; d += W) gather<G, 1>(weights, values, at, count, d, dim, to, padded, d ? nullptr : soon);
-    }
-
-    static float softmax(float *scores, int64_t keys, float &total) {  // gives the maximum; scores [keys rounded up to W]
-        Vec high = set(-INFINITY), all = zero();
-        for (int64_t i = 0; i < keys; i += W) high = max(high, load(scores + i));
-        const float top = highest(high);
-        for (int64_t i = 0; i < keys; i += W) {
-            const Vec p = exp(sub(load(scores + i), set(top)));
-            all = add(all, p);
-            store(scores + i, p);
-        }
-        total = sum(all);
-        return top;
+        for (; d + (N - 1) * W < dim; d += N * W) gather<G, N>(weights, values, at, count, d, dim, scales, to, padded, d ? nullptr : soon);
+        for (; d < dim; d += W) gather<G, 1>(weights, values, at, count, d, dim, scales, to, padded, d ? nullptr : soon);
     }
 
     // The keys that a piece looks at: from the first on, within its query's window.
@@ -68,16 +76,24 @@ template <class T, class S, class C = T> struct Attention {
         return {first, most(first, piece.key + piece.keys)};
     }
 
-    // Where the K and the V of a piece lie, each padded to a multiple of W by what is there anyway, and behind them the
-    // first K of the piece that follows.
+    // Of a block of keys from `key` on, what a piece that sees `keys` takes: K from the vector with the first on.
+    static Span part_of(Span keys, int64_t key) {
+        return {most(keys.first - key, 0) / W * W, least(TILE_KEYS, keys.last - key)};
+    }
+
+    // Where the K and the V of a piece lie, block by block, each padded to a multiple of W by what is there anyway, and
+    // behind them the first K of the piece that follows.
     static void place_cells(const View &view, const tm_op &op, const Piece &piece, const C **to) {
         const Cells<C> pool(view);
         const Chunk &chunk = view.chunks[piece.chunk];
         const Span keys = keys_of(view, op, piece);
-        for (int64_t part = 0; part < 2; part++) {
-            const C **end = pool.place(part ? chunk.v_table : chunk.k_table, op.layer, keys.first, keys.last, to);
-            to += round_up(keys.last - keys.first, W);
-            while (end < to) *end = end[-1], end++;
+        for (int64_t key = keys.first / TILE_KEYS * TILE_KEYS; key < keys.last; key += TILE_KEYS) {
+            const Span part = part_of(keys, key);
+            for (int64_t values = 0; values < 2; values++) {
+                const C **end = pool.place(values ? chunk.v_table : chunk.k_table, op.layer, key + part.first, key + part.last, to);
+                to += round_up(part.last - part.first, W);
+                while (end < to) *end = end[-1], end++;
+            }
         }
         const C **end = to + ON_THE_WAY;
         const Piece *next = &piece + 1;
@@ -88,67 +104,71 @@ template <class T, class S, class C = T> struct Attention {
         while (to < end) *to = to[-1], to++;
     }
 
+    // Some heads of one query and the keys of a piece, by blocks of keys as a tile takes them.
     static void decode(const View &view, const tm_op &op, const Piece &piece, char *scratch) {
         const tm_shape &s = *view.shape;
         const Chunk &chunk = view.chunks[piece.chunk];
         const int64_t dim = s.head_dim, padded = round_up(dim, 16), group = s.heads / s.kv_heads;
         const int64_t width = s.value_dim, gathered = round_up(width, 16);
-        const int64_t token = chunk.first + piece.query;
-        const Span span = keys_of(view, op, piece);
-        const int64_t begin = span.first, keys = span.last - span.first;
+        const int64_t token = chunk.first + piece.query, query = chunk.start + piece.query;
+        const int64_t first_head = piece.kv_head * group, heads = piece.kv_heads * group;
+        const Span keys = keys_of(view, op, piece);
         const Cells<C> pool(view);
-        const C **cells = (const C **)scratch;  // [K, V, those of the next piece]
-        float *scores = (float *)(cells + 2 * SPLIT + 2 * W + ON_THE_WAY), *to = scores + s.heads * SPLIT, *q = to + s.heads * gathered;
-        float *top = q + s.heads * padded, *total = top + s.heads;
-        const S *from = (const S *)op.in + token * op.in_stride;
-        memset(to, 0, size_t(s.heads * (gathered + padded)) * sizeof(float));
-        for (int64_t h = 0; h < s.heads; h++)
-            for (int64_t d = 0; d < dim; d += W) store(q + h * padded + d, get(from + h * dim + d, dim - d));
-        if (keys) place_cells(view, op, piece, cells);
+        const C **cells = (const C **)scratch;  // [K and V of every block, those of the next piece]
+        float *scores = (float *)(cells + 2 * SPLIT + ON_THE_WAY), *to = scores + heads * TILE_KEYS, *q = to + heads * gathered;
+        float *top = q + heads * padded, *total = top + heads;
+        const S *from = (const S *)op.in + token * op.in_stride + first_head * dim;
+        memset(to, 0, size_t(heads * (gathered + padded)) * sizeof(float));
+        for (int64_t h = 0; h < heads; h++) {
+            for (int64_t d = 0; d < dim; d += W) store(q + h * padded + d, mul(get(from + h * dim + d, dim - d), set(s.scale)));
+            top[h] = -INFINITY, total[h] = 0;
+        }
+        const bool sees_some = keys.first < keys.last;
+        if (sees_some) place_cells(view, op, piece, cells);
         float scales[W];
-        for (int64_t i = 0; i < keys; i += W) {
-            const int64_t live = least(W, keys - i);
-            for (int64_t kv = 0; kv < s.kv_heads; kv++) {
-                for (int64_t j = 0; Cells<C>::SCALED && j < W; j++) scales[j] = pool.scale(chunk.k_table, op.layer, begin + i + least(j, live - 1), kv);
-                const Vec scale = Cells<C>::SCALED ? mul(set(s.scale), load(scales)) : set(s.scale);
-                for (int64_t g = 0; g < group; g += 4) {
-                    const int64_t h = kv * group + g;
-                    score_heads(least(4, group - g), q + h * padded, padded, cells + i, kv * dim, dim, scores + h * SPLIT + i, scale, op.softcap, live, g ? nullptr : cells + i + ON_THE_WAY);
+        const auto set_scales = [&](bool values, int64_t first, int64_t live, int64_t kv) {
+            const int64_t *table = values ? chunk.v_table : chunk.k_table;
+            for (int64_t j = 0; Cells<C>::SCALED && j < W; j++) scales[j] = pool.scale(table, op.layer, first + least(j, live - 1), piece.kv_head + kv);
+        };
+        for (int64_t key = keys.first / TILE_KEYS * TILE_KEYS; sees_some && key < keys.last; key += TILE_KEYS) {
+            const Span part = part_of(keys, key);
+            for (int64_t i = part.first; i < part.last; i += W, cells += W)
+                for (int64_t kv = 0; kv < piece.kv_heads; kv++) {
+                    set_scales(false, key + i, least(W, part.last - i), kv);
+                    for (int64_t g = 0; g < group; g += 4) {
+                        const int64_t h = kv * group + g;
+                        score_heads(least(4, group - g), q + h * padded, padded, cells, (piece.kv_head + kv) * dim, dim, scales, scores + h * TILE_KEYS + i, g ? nullptr : cells + ON_THE_WAY);
+                    }
+                }
+            for (int64_t h = 0; h < heads; h++) weigh_row(op, scores + h * TILE_KEYS, query, key, part.last, top[h], total[h], to + h * gathered, gathered);
+            for (int64_t i = part.first; i < part.last; i += W, cells += W) {
+                const int64_t unseen = most(keys.first - key - i, 0), live = least(W, part.last - i) - unseen;  // a weight of zero does not hide a NaN
+                for (int64_t kv = 0; kv < piece.kv_heads; kv++) {
+                    set_scales(true, key + i + unseen, live, kv);
+                    for (int64_t g = 0; g < group; g += 4) {
+                        const int64_t h = kv * group + g;
+                        gather_heads(least(4, group - g), scores + h * TILE_KEYS + i + unseen, cells + unseen, (piece.kv_head + kv) * width, live, width, scales, to + h * gathered, gathered, g ? nullptr : cells + ON_THE_WAY);
+                    }
                 }
             }
         }
-        for (int64_t h = 0; h < s.heads; h++) top[h] = softmax(scores + h * SPLIT, keys, total[h]);
-        cells += round_up(keys, W);
-        for (int64_t i = 0; i < keys; i += W) {
-            const int64_t live = least(W, keys - i);
-            for (int64_t kv = 0; kv < s.kv_heads; kv++) {
-                for (int64_t j = 0; Cells<C>::SCALED && j < live; j++) {
-                    const float scale = pool.scale(chunk.v_table, op.layer, begin + i + j, kv);
-                    for (int64_t h = kv * group; h < (kv + 1) * group; h++) scores[h * SPLIT + i + j] *= scale;
-                }
-                for (int64_t g = 0; g < group; g += 4) {
-                    const int64_t h = kv * group + g;
-                    gather_heads(least(4, group - g), scores + h * SPLIT + i, cells + i, kv * width, live, width, to + h * gathered, gathered, g ? nullptr : cells + i + ON_THE_WAY);
-                }
-            }
-        }
-        for (int64_t h = 0; h < s.heads; h++) finish(view, op, piece, token, h, top[h], total[h], to + h * gathered);
+        for (int64_t h = 0; h < heads; h++) finish(view, op, piece, token, first_head + h, top[h], total[h], to + h * gathered);
     }
 
-    static void score_heads(int64_t heads, const float *q, int64_t padded, const C *const *keys, int64_t at, int64_t dim, float *scores, Vec scale, float cap, int64_t live, const C *const *soon) {
+    static void score_heads(int64_t heads, const float *q, int64_t padded, const C *const *keys, int64_t at, int64_t dim, const float *scales, float *scores, const C *const *soon) {
         switch (heads) {
-            case 1: return score<1>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
-            case 2: return score<2>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
-            case 3: return score<3>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
-            default: return score<4>(q, padded, keys, at, dim, scores, scale, cap, live, soon);
+            case 1: return score<1>(q, padded, keys, at, dim, scales, scores, soon);
+            case 2: return score<2>(q, padded, keys, at, dim, scales, scores, soon);
+            case 3: return score<3>(q, padded, keys, at, dim, scales, scores, soon);
+            default: return score<4>(q, padded, keys, at, dim, scales, scores, soon);
         }
     }
-    static void gather_heads(int64_t heads, const float *weights, const C *const *values, int64_t at, int64_t count, int64_t dim, float *to, int64_t padded, const C *const *soon) {
+    static void gather_heads(int64_t heads, const float *weights, const C *const *values, int64_t at, int64_t count, int64_t dim, const float *scales, float *to, int64_t padded, const C *const *soon) {
         switch (heads) {
-            case 1: return gather_all<1>(weights, values, at, count, dim, to, padded, soon);
-            case 2: return gather_all<2>(weights, values, at, count, dim, to, padded, soon);
-            case 3: return gather_all<3>(weights, values, at, count, dim, to, padded, soon);
-            default: return gather_all<4>(weights, values, at, count, dim, to, padded, soon);
+            case 1: return gather_all<1>(weights, values, at, count, dim, scales, to, padded, soon);
+            case 2: return gather_all<2>(weights, values, at, count, dim, scales, to, padded, soon);
+            case 3: return gather_all<3>(weights, values, at, count, dim, scales, to, padded, soon);
+            default: return gather_all<4>(weights, values, at, count, dim, scales, to, padded, soon);
         }
     }
 
@@ -159,38 +179,44 @@ template <class T, class S, class C = T> struct Attention {
         return factor / (total * factor + expf(sink - high));
     }
 
-    static void finish(const View &view, const tm_op &op, const Piece &piece, int64_t token, int64_t head, float top, float total, const float *values) {
+    // Puts what a whole context has gathered where it belongs.
+    static void put_head(const View &view, const tm_op &op, int64_t token, int64_t head, float top, float total, const float *values) {
         const int64_t dim = view.shape->value_dim;
-        if (piece.slot >= 0) {
-            float *to = view.partial + (piece.slot * view.shape->heads + head) * view.partial_stride();
-            to[0] = top, to[1] = total;
-            memcpy(to + PARTIAL, values, size_t(dim) * sizeof(float));
-            return;
-        }
         S *out = (S *)op.out + token * op.out_stride + head * dim;
         const Vec share = set(share_of(op, head, top, total));
-        for (int64_t d = 0; d < dim; d += W) put<T>(out + d, mul(get(values + d, dim - d), share), dim - d);
+        for (int64_t d = 0; d < dim; d += W) put<T>(out + d, mul(load(values + d), share), dim - d);
     }
 
+    static void finish(const View &view, const tm_op &op, const Piece &piece, int64_t token, int64_t head, float top, float total, const float *values) {
+        if (piece.slot < 0) return put_head(view, op, token, head, top, total, values);
+        float *to = view.partial + (piece.slot * view.shape->heads + head) * view.partial_stride();
+        to[0] = top, to[1] = total;
+        memcpy(to + PARTIAL, values, size_t(view.partial_stride() - PARTIAL) * sizeof(float));
+    }
+
+    // Adds what another part of a context has gathered, [padded], by the larger maximum of both.
+    static void fold(float &top, float &total, float *out, float other_top, float other_total, const float *other, int64_t padded) {
+        if (other_top == -INFINITY && other_total == 0) return;  // outside of the window
+        const float high = other_top > top || other_top != other_top ? other_top : top;
+        const float ours = top == -INFINITY && total == 0 ? 0.f : expf(top - high), theirs = expf(other_top - high);
+        for (int64_t d = 0; d < padded; d += W) store(out + d, fma(load(out + d), set(ours), mul(load(other + d), set(theirs))));
+        total = fmaf(total, ours, other_total * theirs);
+        top = high;
+    }
+
+    // Folds the parts of split contexts one after the other, into the first.
     static void merge(const View &view, const tm_op &op, Span rows) {
         const tm_shape &s = *view.shape;
         const int64_t stride = view.partial_stride(), step = s.heads * stride;
         for (int64_t r = rows.first; r < rows.last; r++) {
             const int64_t t = op.sampled ? view.sampled[r] : r, parts = view.parts[t];
             for (int64_t h = 0; parts && h < s.heads; h++) {
-                const float *from = view.partial + (view.slot[t] * s.heads + h) * stride;
-                const float sink = op.other ? ((const float *)op.other)[h] : -INFINITY;
-                float top = sink;
-                for (int64_t i = 0; i < parts; i++) top = from[i * step] > top ? from[i * step] : top;
-                float total = op.other ? expf(sink - top) : 0;
-                for (int64_t i = 0; i < parts; i++) total += expf(from[i * step] - top) * from[i * step + 1];
-                S *out = (S *)op.out + t * op.out_stride + h * s.value_dim;
-                for (int64_t d = 0; d < s.value_dim; d += W) {
-                    Vec a = zero();
-                    for (int64_t i = 0; i < parts; i++)
-                        a = fma(get(from + i * step + PARTIAL + d, s.value_dim - d), set(expf(from[i * step] - top) / total), a);
-                    put<T>(out + d, a, s.value_dim - d);
+                float *to = view.partial + (view.slot[t] * s.heads + h) * stride;
+                for (int64_t i = 1; i < parts; i++) {
+                    const float *from = to + i * step;
+                    fold(to[0], to[1], to + PARTIAL, from[0], from[1], from + PARTIAL, stride - PARTIAL);
                 }
+                put_head(view, op, t, h, to[0], to[1], to + PARTIAL);
             }
         }
     }
@@ -225,10 +251,10 @@ template <class T, class S, class C = T> struct Attention {
         const Cells<C> pool(view);
         for (int64_t i = 0; i < TILE_KEYS; i += W) {
             const C *from[W] = {};
-            Vec scale[W];
+            float scale[W];
             for (int64_t j = 0; j < W && i + j < keys; j++) {
                 from[j] = pool.head(0, chunk.k_table, op.layer, key + i + j, head);
-                scale[j] = set(pool.scale(chunk.k_table, op.layer, key + i + j, head));
+                scale[j] = pool.scale(chunk.k_table, op.layer, key + i + j, head);
             }
             for (int64_t d = 0; d < padded; d += W) {
                 Vec v[W];
@@ -238,7 +264,6 @@ template <class T, class S, class C = T> struct Attention {
             }
         }
     }
-    static Vec scaled(Vec a, Vec scale) { return Cells<C>::SCALED ? mul(a, scale) : a; }
     // Whether all of them are finite.
     static bool copy_values(const View &view, const tm_op &op, const Chunk &chunk, int64_t head, int64_t key, int64_t keys, int64_t padded, float *to) {
         const int64_t dim = view.shape->value_dim;
@@ -246,7 +271,7 @@ template <class T, class S, class C = T> struct Attention {
         Vec zeros = zero();
         for (int64_t j = 0; j < keys; j++) {
             const C *from = pool.head(1, chunk.v_table, op.layer, key + j, head);
-            const Vec scale = set(pool.scale(chunk.v_table, op.layer, key + j, head));
+            const float scale = pool.scale(chunk.v_table, op.layer, key + j, head);
             for (int64_t d = 0; d < padded; d += W) {
                 const Vec v = d < dim ? scaled(get(from + d, dim - d), scale) : zero();
                 zeros = fma(v, zero(), zeros);
@@ -274,7 +299,7 @@ template <class T, class S, class C = T> struct Attention {
             store(scores + i, p);
         }
         const float factor = top == -INFINITY ? 0.f : expf(top - next);
-        total = total * factor + sum(all);
+        total = fmaf(total, factor, sum(all));  // in every copy of this function, whatever the compiler contracts
         if (next != top)
             for (int64_t d = 0; d < padded; d += W) store(out + d, mul(load(out + d), set(factor)));
         top = next;
@@ -291,13 +316,8 @@ template <class T, class S, class C = T> struct Attention {
 
     // What a tile has gathered, out [queries * group][padded], to its tokens.
     static void put_rows(const View &view, const tm_op &op, const Piece &piece, const float *out, int64_t padded, const float *top, const float *total) {
-        const int64_t dim = view.shape->value_dim, group = view.shape->heads / view.shape->kv_heads;
-        for (int64_t r = 0; r < piece.queries * group; r++) {
-            const int64_t token = view.chunks[piece.chunk].first + piece.query + r / group, head = piece.kv_head * group + r % group;
-            S *to = (S *)op.out + token * op.out_stride + head * dim;
-            const Vec share = set(share_of(op, head, top[r], total[r]));
-            for (int64_t d = 0; d < dim; d += W) put<T>(to + d, mul(load(out + r * padded + d), share), dim - d);
-        }
+        const int64_t group = view.shape->heads / view.shape->kv_heads, first = view.chunks[piece.chunk].first + piece.query;
+        for (int64_t r = 0; r < piece.queries * group; r++) put_head(view, op, first + r / group, piece.kv_head * group + r % group, top[r], total[r], out + r * padded);
     }
 
     static void tile(const View &view, const tm_op &op, const Piece &piece, char *scratch) {
@@ -307,6 +327,7 @@ template <class T, class S, class C = T> struct Attention {
         const int64_t rows = piece.queries * group, all = round_up(rows, TILE);
         float *q = (float *)scratch, *out = q + all * padded, *scores = out + all * gathered;  // scores of TILE rows
         float *keys = scores + TILE * TILE_KEYS, *values = keys + padded * TILE_KEYS, *top = values + gathered * TILE_KEYS, *total = top + all;
+        float *whole = total + all, *whole_top = whole + all * gathered, *whole_total = whole_top + all;  // of the parts before
         memset(q, 0, size_t(all * (padded + gathered)) * sizeof(float));
         for (int64_t r = 0; r < rows; r++) {  // row: query, then head of the group
             const int64_t token = chunk.first + piece.query + r / group, head = piece.kv_head * group + r % group;
@@ -315,7 +336,13 @@ template <class T, class S, class C = T> struct Attention {
         }
         for (int64_t r = 0; r < all; r++) top[r] = -INFINITY, total[r] = 0;
         const int64_t first = chunk.start + piece.query, end = first + piece.queries;  // keys that the last query sees
-        for (int64_t key = first_seen(op, first) / TILE_KEYS * TILE_KEYS; key < end; key += TILE_KEYS) {
+        const int64_t begin_key = first_seen(op, first) / TILE_KEYS * TILE_KEYS;
+        const bool split = begin_key / SPLIT < (end - 1) / SPLIT;
+        if (split) {
+            memset(whole, 0, size_t(all * gathered) * sizeof(float));
+            for (int64_t r = 0; r < all; r++) whole_top[r] = -INFINITY, whole_total[r] = 0;
+        }
+        for (int64_t key = begin_key; key < end; key += TILE_KEYS) {
             const int64_t count = least(TILE_KEYS, end - key);
             turn_keys(view, op, chunk, piece.kv_head, key, count, padded, keys);
             const bool finite = copy_values(view, op, chunk, piece.kv_head, key, count, gathered, values);
@@ -333,7 +360,14 @@ template <class T, class S, class C = T> struct Attention {
                         product<1, true>(weights, 0, values + from * gathered + d, gathered, seen - from, out + r * gathered + d, 0);
                 }
             }
+            if (!split || ((key + TILE_KEYS) % SPLIT && key + TILE_KEYS < end)) continue;
+            for (int64_t r = 0; r < rows; r++) {
+                fold(whole_top[r], whole_total[r], whole + r * gathered, top[r], total[r], out + r * gathered, gathered);
+                top[r] = -INFINITY, total[r] = 0;
+            }
+            memset(out, 0, size_t(rows * gathered) * sizeof(float));
         }
-        put_rows(view, op, piece, out, gathered, top, total);
+        if (split) put_rows(view, op, piece, whole, gathered, whole_top, whole_total);
+        else put_rows(view, op, piece, out, gathered, top, total);
     }
 };

@@ -13,7 +13,7 @@ struct f16 { uint16_t bits; };
 
 constexpr int64_t PANEL = 32;       // outputs of a panel of a packed weight
 constexpr int64_t K_STEP = 32;      // inputs are padded to a multiple of it: weights with zeros, activations too
-constexpr int64_t SPLIT = 512;      // most keys of a decode that one task takes
+constexpr int64_t SPLIT = 256;      // keys of a part of a context: parts are summed one after the other, in any chunk
 constexpr int64_t ON_THE_WAY = 32;  // keys of a decode that are asked for before they are needed
 constexpr int64_t MANY = 8;         // queries of a chunk from which attention works in tiles
 constexpr int64_t TILE_KEYS = 64;   // keys that a tile of queries takes at a time
@@ -49,9 +49,10 @@ struct Chunk {
 };
 
 // A part of attention: `queries` of a chunk from `query` on. Tiles of queries take one KV head and all keys that they see;
-// a decode takes all heads and `keys` from `key` on, and leaves a partial result in `slot` if that is not all of them.
+// a decode takes some KV heads and `keys` from `key` on, and leaves a partial result in `slot` if that is not all of them.
+// What is summed in which order depends on a query's position alone, not on the step.
 struct Piece {
-    int32_t chunk, kv_head;
+    int32_t chunk, kv_head, kv_heads;
     int64_t query, queries, key, keys, slot;
 };
 

@@ -89,21 +89,23 @@ void Plan::cut_tiles(int32_t index) {
     const int64_t per = most(1, TILE_ROWS / (shape_.heads / shape_.kv_heads));
     for (int64_t query = (chunk.length - 1) / per * per; query >= 0; query -= per)
         for (int32_t head = 0; head < shape_.kv_heads; head++)
-            pieces.push_back({index, head, query, least(per, chunk.length - query), 0, 0, -1});
+            pieces.push_back({index, head, 1, query, least(per, chunk.length - query), 0, 0, -1});
 }
 
-// `wanted`: parts of each query's context that keep all threads busy.
+// `wanted`: pieces of each query that keep all threads busy; where its context has fewer parts, they have fewer heads.
 void Plan::cut_decodes(int32_t index, int64_t wanted) {
     const Chunk &chunk = chunks_[size_t(index)];
     for (int64_t query = 0; query < chunk.length; query++) {
-        const int64_t context = chunk.start + query + 1;
-        const int64_t cut = most(divide_up(context, SPLIT), least(wanted, context / 64));
-        const int64_t size = round_up(divide_up(context, most(cut, 1)), 16), parts = divide_up(context, size);
+        const int64_t context = chunk.start + query + 1, parts = divide_up(context, SPLIT);
+        const int64_t cut = most(1, least(divide_up(wanted, parts), least(shape_.kv_heads, context / parts / 64)));
         const size_t token = size_t(chunk.first + query);
         if (parts > 1) slot_[token] = num_slots, parts_[token] = parts;
-        for (int64_t part = 0; part < parts; part++) {
+        for (int64_t key = 0; key < context; key += SPLIT) {
             const int64_t slot = parts > 1 ? num_slots++ : -1;
-            pieces.push_back({index, 0, query, 1, part * size, least(size, context - part * size), slot});
+            for (int64_t i = 0; i < cut; i++) {
+                const int32_t first = int32_t(i * shape_.kv_heads / cut), last = int32_t((i + 1) * shape_.kv_heads / cut);
+                pieces.push_back({index, first, last - first, query, 1, key, least(SPLIT, context - key), slot});
+            }
         }
     }
 }

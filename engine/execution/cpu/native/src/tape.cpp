@@ -33,9 +33,9 @@ bool is_gate(const tm_op &gate, const tm_op &op) {
 int64_t scratch_bytes(const tm_shape &s) {
     const int64_t group = s.heads / s.kv_heads, padded = round_up(most(s.head_dim, s.value_dim), 32);
     const int64_t rows = round_up(most(group, TILE_ROWS), 16) + 16;
-    const int64_t pointers = 2 * (2 * SPLIT + 2 * 16 + ON_THE_WAY);  // each as large as two floats
-    const int64_t decode = s.heads * (SPLIT + 2 * padded + 2) + pointers;
-    const int64_t tile = rows * (2 * padded + TILE_KEYS + 2) + 2 * padded * TILE_KEYS;
+    const int64_t pointers = 2 * (2 * SPLIT + ON_THE_WAY);  // each as large as two floats
+    const int64_t decode = s.heads * (TILE_KEYS + 2 * padded + 2) + pointers;
+    const int64_t tile = rows * (3 * padded + TILE_KEYS + 4) + 2 * padded * TILE_KEYS;
     const int64_t columns = divide_up(rows, 32) * (TILE_KEYS * 48 + 96 + 48 * padded) + TILE_KEYS * padded;
     return most(most(decode, tile), columns) * int64_t(sizeof(float)) + 4096;
 }
