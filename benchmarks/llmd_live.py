@@ -38,7 +38,7 @@ SCALE = 0.25
 """Lengths here ÷ those of the issue."""
 QUIET_SHARE = 1 / 15
 """Rate of the quiet phase ÷ that of the burst, as in the issue."""
-LINES_PER_SECOND = 0.4
+LINES_PER_SECOND = 0.8
 """Lines of each job for a second of the run."""
 LENGTHS = ("input_tokens", "output_tokens")
 WINDOWS = (1, 4, 48)

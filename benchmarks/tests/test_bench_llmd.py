@@ -13,7 +13,7 @@ def test_the_workload_is_the_issues_in_small() -> None:
     assert set(case.made.online.output_tokens) == {32}
     assert [job.completion_window for job in case.made.jobs] == ["1800s", "7200s", "86400s"]
     answers = case.made.jobs[0].lines.output_tokens
-    assert len(answers) == 720 and answers.mean() == pytest.approx(125, rel=0.1)
+    assert len(answers) == 1440 and answers.mean() == pytest.approx(125, rel=0.1)
     assert answers.std() == pytest.approx(100, rel=0.2)
 
 
