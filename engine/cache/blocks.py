@@ -205,7 +205,7 @@ def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int
     if len(token_ids) - start < block_size:
         return
     parent = hashes[-1] if hashes else blake2b(salt, digest_size=DIGEST_BYTES).digest()
-    data = memoryview(array("q", token_ids[start:])).cast("B")
+    data = array("q", token_ids[start:]).tobytes()
     width = block_size * 8
     for offset in range(0, len(data) - width + 1, width):
         digest = blake2b(parent, digest_size=DIGEST_BYTES)
