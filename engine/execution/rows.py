@@ -6,6 +6,7 @@ are vector operations; native kernels read tokens and tables (64 bits) in place.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -229,8 +230,11 @@ class RowTable:
 
     def note(self, rows: IntArray | int, blocks: IntArray) -> None:
         """Record that entries of the blocks, all different, were written."""
+        self._note(rows * self.tables.shape[2] + blocks)
+
+    def _note(self, places: IntArray) -> None:
         if self._changed is not None:
-            self._changed.append(rows * self.tables.shape[2] + blocks)
+            self._changed.append(places)
 
     def _empty(self, row: int) -> None:
         self.num_blocks[row] = 0
@@ -253,17 +257,19 @@ class RowTable:
 
     def _extend_each(self, appended: Sequence[AppendedEntries]) -> bool:
         """Append one block of K and V to each of several rows, or return False without a change."""
-        rows = [each.row for each in appended]
-        entries = [each.entries[0] for each in appended if len(each.entries) == 1]
-        units = [e.units for e in entries if e.kind is CacheKind.KV and e.tier is Tier.DEVICE]
+        rows = [row for row, _ in appended]
+        entries = [each[0] for _, each in appended if len(each) == 1]
+        units = [e[2] for e in entries if e[0] is CacheKind.KV and e[1] is Tier.DEVICE]
         if not len(units) == len(set(rows)) == len(rows):
             return False
-        where = np.array(rows)
+        where, width = np.array(rows), self.tables.shape[2]
         blocks = self.num_blocks[where]
-        assert blocks.max() < self.tables.shape[2], "the block table exceeds the longest context"
-        self.k_table[where, blocks], self.v_table[where, blocks] = np.array(units).T
+        assert blocks.max() < width, "the block table exceeds the longest context"
+        places = where * width + blocks
+        flat = np.fromiter(chain.from_iterable(units), np.int64, 2 * len(rows))
+        self.k_table.reshape(-1)[places], self.v_table.reshape(-1)[places] = flat[::2], flat[1::2]
         self.num_blocks[where] = blocks + 1
-        self.note(where, blocks)
+        self._note(places)
         return True
 
     def _extend(self, row: int, entries: Sequence[CacheEntry]) -> None:

@@ -121,7 +121,7 @@ class RepeatedStep:
 
     Attributes:
         count: Number of samples.
-        chunks: [n, 4], chunks of the next step.
+        chunks: [n, 4], chunks of the next step; `rows [n]`: their rows.
         version: `RowTable.version`.
         fills: `StepBuffers.fills`.
         result: Result of every repetition, which is always in the same place, if no other kernel follows the step.
@@ -132,6 +132,7 @@ class RepeatedStep:
     wishes: StepWishes
     count: int
     chunks: IntArray
+    rows: IntArray
     version: int
     fills: int
     result: tuple[Tensor, DeviceSamples] | None = None
@@ -142,9 +143,9 @@ class RepeatedStep:
 
         The samples must be unknown to the host, because their values are taken from the device.
         """
-        if (rows.version, fills) != (self.version, self.fills) or not np.array_equal(chunks, self.chunks):
+        if rows.version != self.version or fills != self.fills or not np.array_equal(chunks, self.chunks):
             return False
-        if (rows.tokens[chunks[:, 0], chunks[:, 1]] != UNKNOWN).any():
+        if (rows.tokens[self.rows, chunks[:, 1]] != UNKNOWN).any():
             return False
         self.chunks[:, 1] += 1
         self.steps += 1
@@ -345,7 +346,7 @@ class StepBuffers:
         if not inputs.shape.by_kernel or wishes.edits or wishes.penalties is not None:
             return None
         chunks = layout.chunks + np.array((0, 1, 0, 0))
-        return RepeatedStep(inputs, wishes, len(layout.sampled), chunks, version, self.fills)
+        return RepeatedStep(inputs, wishes, len(layout.sampled), chunks, chunks[:, 0].copy(), version, self.fills)
 
     def upload(self, steps: int = 0) -> None:
         """Start the copy of the step, or of what it needs `steps` positions later: table changes.

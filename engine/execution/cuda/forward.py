@@ -65,11 +65,13 @@ class DeviceTables:
         blocks, count = self._rows.take_changes(), len(self.tables)
         if not len(blocks):
             return _NO_CHANGES, _NO_CHANGES
-        units = self._rows.tables.reshape(3, -1)[: max(count, 2)].take(blocks, axis=1)
-        assert not self.pair or (units[1] == units[0] + 1).all(), "in a paired pool V must follow its K"
-        entries = self._entries_of(units[:count])
-        places = blocks if count == 1 else blocks + np.arange(count)[:, None] * (self.tables.numel() // count)
-        return places.ravel(), entries.ravel()
+        flat = self._rows.tables.reshape(3, -1)
+        if self.pair:
+            units = flat[0][blocks]
+            assert np.array_equal(flat[1][blocks], units + 1), "in a paired pool V must follow its K"
+            return blocks, self._entries_of(units)
+        places = blocks + np.arange(count)[:, None] * (self.tables.numel() // count)
+        return places.ravel(), self._entries_of(flat[:count, blocks]).ravel()
 
     def relaid(self, num_layers: int) -> None:
         """Rewrite all entries for units of `num_layers` layers. Waits for the device."""
