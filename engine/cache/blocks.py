@@ -6,11 +6,12 @@ block (Apt-Serve §4, HybridServe §4). The control plane knows a kind only by i
 """
 
 import enum
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 from itertools import takewhile
+from struct import Struct
 from typing import NamedTuple
 
 from engine.limits import UNITS_PER_BLOCK
@@ -195,20 +196,23 @@ def count_compact(blocks: Iterable[CacheBlock]) -> int:
     return sum(block.entry.kind.form.compact for block in blocks)
 
 
+@cache
+def _pack_of(count: int) -> Callable[..., bytes]:
+    return Struct(f"{count}q").pack
+
+
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, salt: bytes) -> None:
     """Append the chained hashes of the full blocks of `token_ids` that `hashes` does not contain yet.
 
     hash(i) = H(hash(i-1) ‖ tokens of block i), rooted in the tenant's salt. Equal hashes mean equal whole prefixes, and
     tenants cannot share blocks.
     """
-    start = len(hashes) * block_size
-    if len(token_ids) - start < block_size:
+    first, last = len(hashes) * block_size, len(token_ids) - block_size
+    if first > last:
         return
     parent = hashes[-1] if hashes else blake2b(salt, digest_size=DIGEST_BYTES).digest()
-    data = array("q", token_ids[start:]).tobytes()
-    width = block_size * 8
-    for offset in range(0, len(data) - width + 1, width):
-        digest = blake2b(parent, digest_size=DIGEST_BYTES)
-        digest.update(data[offset : offset + width])
-        parent = digest.digest()
+    pack = _pack_of(block_size)
+    for start in range(first, last + 1, block_size):
+        tokens = pack(*token_ids[start : start + block_size])
+        parent = blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
         hashes.append(parent)
