@@ -20,6 +20,7 @@ from engine.core import EngineCore
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
 from engine.execution.runner import Runner
+from engine.machine.processes import settle
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.planner import whole
 
@@ -98,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of a round (default: 200)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each class, in turn (default: 3)")
     options = parser.parse_args(argv)
+    settle()  # as an engine process does
     print(f"host time of a step, {options.rows} decodes; {describe()}")
     found: dict[str, Times] = {kind: defaultdict(list) for kind in _KINDS}
     for _ in range(options.rounds):
