@@ -4,7 +4,7 @@
 under chats of very different lengths. `refit`: a server whose stored latency profile is wrong (decodes cost three times
 as much as measured, prompt tokens a third), before and after its first refit, beside one with the measured profile.
 `fill`: a server whose budget searches try flat budgets alone, beside one that searches λ and δ, too, each with offline
-work let in and kept out by turns, under a relative SLO. `hidden`: a server whose weights stream and whose cache is
+work let in and kept out by turns, under the SLO of `--slo`. `hidden`: a server whose weights stream and whose cache is
 short, with requests that may run from hidden state (`--overload hidden`, HybridServe's and Apt-Serve's two forms of the
 cache) beside one that recomputes, under a burst of equal requests; the ratio is that of hidden blocks to all. A random
 Llama of 134.5 M parameters, for `hidden` one of 230 M with as many KV heads as heads. Arms alternate in each round of
@@ -45,7 +45,7 @@ BEFORE_REFIT, AFTER_REFIT = (10.0, 55.0), (100.0, 145.0)
 WRONG = {"decodes": 3.0, "prefill_tokens": 1 / 3}
 """Factors on the coefficients of the stored profile; the prefill factor applies to its hinges, too."""
 FILL_SLO, SPELL, SEARCHING, FILL_SECONDS = "5%", 15.0, 120.0, 240.0
-"""SLO of `fill`; seconds of a spell, of the time before the first search has ended, and of the measurement."""
+"""Default SLO of `fill`; seconds of a spell, of the time before the first search has ended, and of the measurement."""
 OVERLOADS = ("recompute", "hidden")
 STREAMED = dict(live.CONFIG) | offload.SHAPE | {"num_hidden_layers": 16, "num_key_value_heads": 16}
 """Model of `hidden`: K and V of a token take twice the bytes of its hidden state."""
@@ -175,8 +175,8 @@ def refit(folder: Path, args: argparse.Namespace) -> None:
 def fill(_: Path, args: argparse.Namespace) -> None:
     """Compare a flat with a priced fill."""
     for flat in (True, False):
-        print(f"{'flat' if flat else 'priced'} fill, {args.rate:g} chats/s, {FILL_SLO}")
-        alternate.run(FILL_SLO, args.rate, FILL_SECONDS, SPELL, args.seed, SEARCHING, flat=flat)
+        print(f"{'flat' if flat else 'priced'} fill, {args.rate:g} chats/s, {args.slo}")
+        alternate.run(args.slo, args.rate, FILL_SECONDS, SPELL, args.seed, SEARCHING, flat=flat)
 
 
 def hidden(folder: Path, args: argparse.Namespace) -> None:
@@ -216,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=1.0, help="chats a second")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each arm and round of `routing`")
     parser.add_argument("--rounds", type=int, default=3, help="of `routing` and `hidden`")
+    parser.add_argument("--slo", default=FILL_SLO, help="of `fill` (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
     parts: dict[str, Any] = {"routing": routing, "refit": refit, "fill": fill, "hidden": hidden}
