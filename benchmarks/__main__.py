@@ -38,6 +38,7 @@ BENCHES = {
     "results": "benchmarks.result_tables",
     "experiments": "benchmarks.experiments.main",
     "lengths": "benchmarks.lengths",
+    "identity": "benchmarks.identity",
     "speculation": "benchmarks.speculation",
     "simulator-speed": "benchmarks.simulator_speed",
 }
