@@ -4,7 +4,8 @@
 
 The same requests go to two servers in float32, half as chats and half as lines of a batch job. The first server has one
 engine, enough memory and no speculation. The second server verifies drafts, has `--engines` engines whose cache is a
-few requests large, moves blocks to host memory, and loses an engine process by SIGKILL from time to time.
+few requests large, moves blocks to host memory, and loses its oldest engine process by SIGKILL every `--kill-every`
+seconds. Each process lives for more than a minute then; an engine whose processes die sooner would be given up.
 
 Requests draw their temperature, top-p, top-k, min-p, bias, minimum length, penalties, stop strings, grammars,
 log-probabilities and number of choices. An answer differs if its text, finish reason, token count or any bit of its
@@ -142,25 +143,25 @@ async def run_job(client: Client, bodies: Sequence[Body]) -> list[str]:
 
 
 def engine_processes(gateway: int) -> list[int]:
-    """Return the ids of a gateway's engine processes."""
+    """Return the ids of a gateway's engine processes, the oldest first."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             fields = (path / "stat").read_text().rpartition(")")[2].split()
             if int(fields[1]) == gateway and ENGINE in (path / "cmdline").read_bytes():
-                found.append(int(path.name))
-    return found
+                found.append((int(fields[19]), int(path.name)))
+    return [pid for _, pid in sorted(found)]
 
 
-async def lose_engines(gateway: int, every: float, rng: random.Random) -> None:
-    """Kill a random engine process of a gateway every few seconds, until cancelled."""
+async def lose_engines(gateway: int, every: float) -> None:
+    """Kill the oldest engine process of a gateway every so many seconds, until cancelled."""
     while True:
-        await asyncio.sleep(every * rng.uniform(0.5, 1.5))
+        await asyncio.sleep(every)
         with suppress(ProcessLookupError, IndexError):
-            os.kill(rng.choice(engine_processes(gateway)), signal.SIGKILL)
+            os.kill(engine_processes(gateway)[0], signal.SIGKILL)
 
 
-async def answers_of(served: Served, bodies: Sequence[Body], kill_every: float, seed: int) -> list[str]:
+async def answers_of(served: Served, bodies: Sequence[Body], kill_every: float) -> list[str]:
     """Send the first half of the bodies as chats and the rest as a job; return all answers in order."""
     turns = asyncio.Semaphore(AT_ONCE)
     half = len(bodies) // 2
@@ -171,9 +172,7 @@ async def answers_of(served: Served, bodies: Sequence[Body], kill_every: float, 
                 return await ask(client, body)
 
         job = asyncio.create_task(run_job(client, bodies[half:]))
-        killer = (
-            asyncio.create_task(lose_engines(served.group, kill_every, random.Random(seed))) if kill_every else None
-        )
+        killer = asyncio.create_task(lose_engines(served.group, kill_every)) if kill_every else None
         try:
             chats = await asyncio.gather(*map(chat, bodies[:half]))
             return [*chats, *await job]
@@ -183,11 +182,11 @@ async def answers_of(served: Served, bodies: Sequence[Body], kill_every: float, 
                 killer.cancel()
 
 
-def run_arm(name: str, flags: Sequence[str], bodies: Sequence[Body], kill_every: float, seed: int) -> list[str]:
+def run_arm(name: str, flags: Sequence[str], bodies: Sequence[Body], kill_every: float = 0.0) -> list[str]:
     """Serve, send, print what the server did, and return the answers."""
     with tempfile.TemporaryDirectory() as folder, demo_server(folder, *COMMON, *flags) as served:
         begin = time.monotonic()
-        answers = asyncio.run(answers_of(served, bodies, kill_every, seed))
+        answers = asyncio.run(answers_of(served, bodies, kill_every))
         seconds = time.monotonic() - begin
         page = asyncio.run(metrics_page(served.url))
     counts = {each: read_metric(page, _sample(each)) for each in SEEN}
@@ -216,7 +215,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=80, help="blocks of the second server's cache, of each engine")
-    parser.add_argument("--kill-every", type=float, default=10.0, help="seconds between two SIGKILLs; 0: none")
+    parser.add_argument("--kill-every", type=float, default=35.0, help="seconds between two SIGKILLs; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -226,8 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     bodies = make_bodies(options.requests, options.seed)
     print(f"identity: the packaged model, float32, {options.requests} requests; {describe()}", flush=True)
-    calm = run_arm("calm", CALM, bodies, 0.0, options.seed)
+    calm = run_arm("calm", CALM, bodies)
     flags = [flag.format(blocks=options.blocks, engines=options.engines) for flag in HARD]
-    hard = run_arm("hard", flags, bodies, options.kill_every, options.seed)
+    hard = run_arm("hard", flags, bodies, options.kill_every)
     if report(bodies, calm, hard):
         raise SystemExit(1)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -64,7 +63,7 @@ def test_only_engine_processes_of_the_gateway_are_killed(monkeypatch: pytest.Mon
             assert engine_processes(os.getpid()) == [engine.pid]
             assert engine_processes(engine.pid) == []
             with suppress(TimeoutError):
-                asyncio.run(asyncio.wait_for(lose_engines(os.getpid(), 0.05, random.Random(0)), 0.5))
+                asyncio.run(asyncio.wait_for(lose_engines(os.getpid(), 0.05), 0.5))
             assert engine.wait(10) == -signal.SIGKILL
             assert other.poll() is None
         finally:
