@@ -115,7 +115,6 @@ class Judge:
         self._prefix = "" if name == DEFAULT_CLASS else f"{name}:"
         self.good = self.bad = self.refused = 0
         self._window: deque[_Judged] = deque()
-        self._surplus = 0.0
         self._over = dict.fromkeys((o.key for o in slo.objectives if not o.per_request), 0.0)
         self._baseline: Mapping[str, float] = {}
         self._standings: tuple[Standing, ...] | None = None
@@ -171,19 +170,6 @@ class Judge:
             if not objective.per_request and not math.isnan(bound := self._bound(objective)):
                 judged.over[objective.key] = excess(objective, judged.served, bound)
                 self._over[objective.key] += judged.over[objective.key]
-
-    def excuses(self, strictest: float | None) -> bool:
-        """Return whether the class allows a miss that the class with the target `strictest`, the breaker's, does not.
-
-        A class that allows n times as many misses has one of n counted.
-        """
-        target = self.slo.attainment_target
-        if strictest is None or target is None or target >= strictest:
-            return False
-        self._surplus += (1.0 - strictest) / (1.0 - target)
-        counts = self._surplus >= 1.0
-        self._surplus -= counts
-        return not counts
 
     def attainment(self, now: float) -> float:
         """Return the share of good requests in the window; NaN without judged requests."""

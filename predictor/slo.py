@@ -187,11 +187,6 @@ class SLO:
         return max(targets, default=None)
 
     @property
-    def strictest_target(self) -> float | None:
-        """Return the highest attainment target of any class."""
-        return max((target for _, slo in self.by_class if (target := slo.attainment_target) is not None), default=None)
-
-    @property
     def arrivals_needed(self) -> int:
         """Requests that a window needs to evaluate this SLO: ten beyond the highest percentile."""
         percentile = max((o.percentile for o in self.objectives if o.percentile is not None), default=0)

@@ -13,7 +13,7 @@ from fake_engine import MODEL as NAME
 from fake_engine import FakeEngine, say, serve
 from test_laxity import LAPTOP, MODEL, Clock, make_core, replay
 
-from engine.api import EngineRequest, RequestClass, SamplingParams
+from engine.api import EngineRequest, FinishReason, RequestClass, RequestOutput, RequestTimes, SamplingParams
 from engine.colocation.keeper import Colocation
 from engine.colocation.replay import metrics_of
 from engine.colocation.waits import ArrivalWaits, initial_budget, objective_of
@@ -279,8 +279,21 @@ def test_a_request_is_judged_by_its_own_promise(
     assert all(standing.value <= standing.bound for standing in judge.standings(0.0)) or not good
 
 
-def test_misses_of_a_class_count_as_often_as_the_strictest_allows() -> None:
-    slo = SLO.parse("ttft_p99=1s;agent:e2e_p90=20s")
-    judges = {name: Judge(own, name) for name, own in slo.by_class}
-    assert not judges["default"].excuses(slo.strictest_target)
-    assert sum(not judges["agent"].excuses(slo.strictest_target) for _ in range(100)) in (9, 10)
+def test_the_breaker_of_a_class_bounds_offline_work_beside_its_requests_alone() -> None:
+    model, budget = OnlineModel(MODEL), initial_budget(SLOS, MODEL)
+    core = make_core("goodput", model, objective_of(SLOS, budget))
+    keeper, shares = Colocation(core, model, SLOS, budget), []
+    keeper.set_budget(budget, "searched", replayed=True)
+    for number, promise in enumerate((None, None, PREMIUM, None, AGENT) * 8):
+        times, beside = RequestTimes(float(number), first_token=number + 0.1), {"beside_offline": True}
+        for count, reason in ((1, None), (2, FinishReason.LENGTH)):  # 60 ms between tokens: too long for premium alone
+            output = RequestOutput(str(number), (1,), None, times, 9, 0, count, reason, **beside)  # type: ignore[arg-type]
+            if promise is not None and count == 1:
+                keeper.on_promise(ask(str(number), 2, 9, 2, promise), float(number))
+            keeper.on_end(output, number + 0.04 + 0.06 * count)
+    for promise in (None, AGENT, PREMIUM):
+        core.add_request(ask(str(promise), 2, 9, 2, promise), 40.0)
+        keeper.on_arrival(RequestClass.ONLINE, 40.0)
+        shares.append(core.state.offline_share)
+    assert shares[:2] == [1.0, 1.0] and shares[2] < 0.5, "the kept promises of the others do not hide the misses"
+    assert keeper.stats(40.0).breaker_openings > 0

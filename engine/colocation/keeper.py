@@ -1,8 +1,8 @@
-"""Keeps the SLO while the engine runs: learns step times and the load, judges online requests, drives the breaker.
+"""Keeps the SLO while the engine runs: learns step times and the load, judges online requests, drives the breakers.
 
-HyGen §4.2 (the SLO-aware loop) and our breaker. The engine loop calls it after every step and at every arrival and end
-of a request. Torch-free, no asyncio, no timers; the clock is an argument. It never changes a request: it only sets the
-core's objective and offline share.
+HyGen §4.2 (the SLO-aware loop) and our circuit breakers. The engine loop calls it after every step and at every arrival
+and end of a request. Torch-free, no asyncio, no timers; the clock is an argument. It never changes a request: it only
+sets the core's objective and offline share.
 """
 
 import logging
@@ -84,14 +84,14 @@ class Colocation:
         self.on_change: Callable[[float], None] = lambda _now: None
         self._core = core
         self.initial = self._budget = budget
-        self._breaker = CircuitBreaker(slo.strictest_target)
+        self._breakers = {name: CircuitBreaker(own.attainment_target) for name, own in slo.by_class}
         self._judges = {name: Judge(own, name) for name, own in slo.by_class}
         self._promise = slo.promise()
         self._step_limit = min(map(slo.tightest, ("ttft", "tbt", "tpot")))
         self._live: dict[str, _Live] = {}
         self._offline_tokens = 0
         self._offline_seen = -math.inf
-        self._shown = BreakerState.CLOSED
+        self._shown = dict.fromkeys(self._breakers, BreakerState.CLOSED)
         self._now = 0.0
         self._held = ""
         self._refits = {True: 0, False: 0}
@@ -114,13 +114,14 @@ class Colocation:
         self._origin, self._searched = origin, searched
         self._held = "" if budget.latency_budget > 0.0 else f"no offline budget keeps the SLO ({origin})"
         if not self._held:
-            if replayed:
-                self._breaker.renew()
-            else:
-                self._breaker.rescale(self._budget.latency_budget / budget.latency_budget)
+            for breaker in self._breakers.values():
+                if replayed:
+                    breaker.renew()
+                else:
+                    breaker.rescale(self._budget.latency_budget / budget.latency_budget)
             self._budget = budget
         self._set_objective()
-        self._follow_breaker(self._now)
+        self._follow_breakers(self._now)
 
     def _set_objective(self) -> None:
         prompts = [(service_of(each.promise), each.lengths.to_compute) for each in self.load.arrivals]
@@ -132,7 +133,7 @@ class Colocation:
         """Record a queued request."""
         if request_class is RequestClass.ONLINE:
             self.load.arrive(now + self.calendar)
-            self._follow_breaker(now)
+            self._follow_breakers(now)
         else:
             self._offline_seen = now
 
@@ -149,7 +150,7 @@ class Colocation:
             self.load.arrive(now + self.calendar)
             self._judge_of(promise).refused += 1
             self._remember(OnlineArrival(now, Lengths(prompt_tokens, 0), promise), None, False)
-            self._follow_breaker(now)
+            self._follow_breakers(now)
 
     def on_step(
         self,
@@ -170,10 +171,11 @@ class Colocation:
             if self._core.state.has_online or any(o.request_class is RequestClass.ONLINE for o in outputs):
                 # Relative to the step limit: with a limit of 100 ms, an excess of 2 ms is harmless.
                 allowed = max(measured, self._step_limit if self._step_limit < math.inf else self.model.usual_seconds)
-                self._breaker.record_step(now, (measured - predicted) / allowed if allowed > 0.0 else 0.0)
+                for breaker in self._breakers.values():  # wrong predictions concern all classes
+                    breaker.record_step(now, (measured - predicted) / allowed if allowed > 0.0 else 0.0)
         for request_output in outputs:
             self._on_output(request_output, now)
-        self._follow_breaker(now)
+        self._follow_breakers(now)
 
     def note_refit(self, better: bool, before: float, after: float) -> None:
         """Count a refit of the latency model; `better`: the fit replaced the model."""
@@ -183,7 +185,7 @@ class Colocation:
     def on_end(self, output: RequestOutput, now: float) -> None:
         """Record a request that ended outside a step (aborted, or not started)."""
         self._on_output(output, now)
-        self._follow_breaker(now)
+        self._follow_breakers(now)
 
     def has_offline(self, now: float, seconds: float) -> bool:
         """Return whether offline work exists or existed in the last `seconds`."""
@@ -201,8 +203,8 @@ class Colocation:
 
     @property
     def num_openings(self) -> int:
-        """Return how often the breaker has opened."""
-        return self._breaker.num_openings
+        """Return how often the breaker of the class with the most openings has opened."""
+        return max(breaker.num_openings for breaker in self._breakers.values())
 
     def window(self, now: float) -> tuple[list[OnlineArrival], list[bool]]:
         """Return the recent online requests for a baseline replay, and whether each one is compared with it."""
@@ -216,11 +218,12 @@ class Colocation:
         self._judges[DEFAULT_CLASS].set_baseline(aggregates)
         self._set_objective()
         for arrival, excesses in self.recent.compare(self.slo, aggregates, own):
-            self._breaker.record_excesses(now, arrival, excesses)
-        self._follow_breaker(now)
+            self._breakers[DEFAULT_CLASS].record_excesses(now, arrival, excesses)
+        self._follow_breakers(now)
 
     def stats(self, now: float) -> ColocationStats:
-        """Return a snapshot for /metrics and /ready."""
+        """Return a snapshot for /metrics and /ready. Its breaker is that of the class with the smallest share."""
+        breaker = min(self._breakers.values(), key=lambda each: each.share(now))
         return ColocationStats(
             slo=str(self.slo),
             attainment=attainment_of(list(self._judges.values()), now),
@@ -233,21 +236,21 @@ class Colocation:
             latency_budget=self._budget.latency_budget,
             interference_weight=self._budget.lam,
             decode_value=self._budget.delta,
-            breaker=self._breaker.state(now).value,
-            breaker_cause=self._breaker.cause,
-            breaker_openings=self._breaker.num_openings,
+            breaker=breaker.state(now).value,
+            breaker_cause=breaker.cause,
+            breaker_openings=self.num_openings,
             predictor_mape=self.model.mape,
             offline_tokens=self._offline_tokens,
             budget_origin=self._origin,
             offline_share=self._share(now),
             held=self._held,
-            overrun=self._breaker.overrun,
+            overrun=self._breakers[DEFAULT_CLASS].overrun,
             model_refits=self._refits[True],
             model_refits_refused=self._refits[False],
             refit_errors=dict(self._refit_errors),
             learned=dict(self.learned),
             margins=self.model.margins(),
-            share_limit=self._breaker.limit(now),
+            share_limit=self._ruling(now).limit(now),
             classes=tuple(
                 ClassStanding(name, str(judge.slo), judge.attainment(now)) for name, judge in self._judges.items()
             ),
@@ -310,10 +313,10 @@ class Colocation:
         self._remember(live.arrival, served, live.beside_offline)
         if served is not None:
             verdict = judge.judge(now, served)
-            beside = live.beside_offline
-            moment = live.moment if live.last_token is not None else now
-            kept = verdict.limits_kept or judge.excuses(self.slo.strictest_target)
-            self._breaker.record_request(now, times.arrival, kept, beside, verdict.excesses, moment, verdict.used)
+            moment, beside = live.moment if live.last_token is not None else now, live.beside_offline
+            self._breakers[service_of(promise)].record_request(
+                now, times.arrival, verdict.limits_kept, beside, verdict.excesses, moment, verdict.used
+            )
 
     def _judge_of(self, promise: Promise | None) -> Judge:
         return self._judges[service_of(promise)]
@@ -325,23 +328,28 @@ class Colocation:
         if known & (known - 1) == 0:  # 1, 2, 4 ...: the first chats change the estimated lengths most
             self._set_objective()
 
-    def _share(self, now: float) -> float:
-        """Return the share of its budget that offline work may use beside online work, 0 to 1."""
-        return 0.0 if self._held else self._breaker.share(now)
+    def _ruling(self, now: float) -> CircuitBreaker:
+        """Return the breaker of the smallest share, of the class `default` and the classes of live requests.
 
-    def _follow_breaker(self, now: float) -> None:
+        Each class has evidence of its own. Otherwise the kept promises of a lenient class would outweigh the missed
+        ones of a strict class, and misses of the strict class would cost offline work beside all other chats.
+        """
+        live = {DEFAULT_CLASS, *(service_of(request.spec.promise) for request in self._core.state.promised)}
+        return min((self._breakers[name] for name in live), key=lambda breaker: breaker.share(now))
+
+    def _share(self, now: float) -> float:
+        """Return the share of its budget that offline work may use beside the live online work, 0 to 1."""
+        return 0.0 if self._held else self._ruling(now).share(now)
+
+    def _follow_breakers(self, now: float) -> None:
         self._now = now
-        state = self._breaker.state(now)
         self._core.set_offline_share(self._share(now))
-        if state is not self._shown:
-            cause = f" ({self._breaker.cause})" if self._breaker.cause else ""
-            log.warning(
-                "circuit breaker %s%s: offline share beside online work is now %.0f %%",
-                state.value,
-                cause,
-                100 * self._share(now),
-            )
-            self._shown = state
+        for name, breaker in self._breakers.items():
+            if (state := breaker.state(now)) is not self._shown[name]:
+                self._shown[name] = state
+                cause = f" ({breaker.cause})" if breaker.cause else ""
+                text = "circuit breaker of class '%s' %s%s: offline share beside its requests is now %.0f %%"
+                log.warning(text, name, state.value, cause, 0.0 if self._held else 100 * breaker.share(now))
 
 
 def _lengths(output: RequestOutput) -> Lengths:
