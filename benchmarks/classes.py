@@ -1,9 +1,9 @@
 """Three classes of chats on one server beside offline work, here and on vLLM with priorities.
 
 `premium` (TTFT 300 ms, gaps 50 ms), `default` (1 s, 100 ms) and `agent` (the whole answer within 20 s) share a random
-Llama of 134.5 M parameters. This server gets the classes by `--slo`, and a batch job beside them. vLLM gets one
-priority for each class (the lower value goes first) and clients of the lowest priority; `--tokens` and `--rows` limit
-its steps. One server runs at a time, with the same arrivals and words.
+Llama of 134.5 M parameters, or of fewer `--layers`. This server gets the classes by `--slo`, and a batch job beside
+them. vLLM gets one priority for each class (the lower value goes first) and clients of the lowest priority; `--tokens`
+and `--rows` limit its steps. One server runs at a time, with the same arrivals and words.
 
 A request is within its promise if the client measured its TTFT and the nearest-rank P99 of its gaps, or the time of the
 whole answer, within the limits. `judged` and `missed` are the server's own counts.
@@ -23,7 +23,7 @@ from benchmarks.frame import Table
 from benchmarks.machine import describe
 from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
-from benchmarks.weights import make_checkpoint
+from benchmarks.weights import LAYERS, make_checkpoint
 from loadgen.arrivals import constant_rate
 from loadgen.metrics import Slo
 from loadgen.records import RequestRecord
@@ -134,6 +134,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--job-rate", type=float, default=2_500.0, help="tokens/s for which the job has lines; 0: no job"
     )
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model, fewer on a slow machine")
     parser.add_argument("--tokens", type=int, default=128, help="vLLM's tokens a step")
     parser.add_argument("--rows", type=int, default=16, help="vLLM's rows a step")
     parser.add_argument("--only-vllm", action="store_true", help="measure vLLM alone")
@@ -145,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve, send, print."""
     args = parse(argv)
     shape = f"{colocation.OFFLINE_PROMPT}/{colocation.OFFLINE_OUTPUT}"
-    print(f"three classes at {args.rate:g} chats/s beside {shape} lines, {args.dtype}; {describe()}", flush=True)
+    model = f"{args.layers} layers in {args.dtype}"
+    print(f"three classes at {args.rate:g} chats/s beside {shape} lines, {model}; {describe()}", flush=True)
     flags = [word for load in CLASSES.values() for word in ("--slo", load.slo)]
     engines = [] if args.only_vllm else [finders.tidemill(args.threads, args.dtype, *flags)]
     if args.vllm:
@@ -153,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
         folder.mkdir()
-        words = make_checkpoint(folder, args.dtype)
+        words = make_checkpoint(folder, args.dtype, args.layers)
         for engine in engines:
             with ExitStack() as stack:
                 for _, served in start_all([engine], folder, stack):

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.live import CONFIG
 from loadgen.plan import ANCHOR, COMMON_WORDS, WordCosts
 
+LAYERS: int = CONFIG["num_hidden_layers"]
 SPACE = "Ġ"
 """How a byte-level vocabulary writes a space."""
 ENDLESS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
@@ -54,12 +55,12 @@ def make_tokenizer(path: Path, size: int) -> WordCosts:
     return WordCosts(words, costs, len(tokenizer.encode(ANCHOR).ids))
 
 
-def make_checkpoint(folder: Path, dtype: str) -> WordCosts:
-    """Writes config, tokenizer and safetensors of `dtype` ("bfloat16", "float32") into `folder`."""
+def make_checkpoint(folder: Path, dtype: str, layers: int = LAYERS) -> WordCosts:
+    """Write config, tokenizer and safetensors of `dtype` ("bfloat16", "float32") into `folder`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = {**CONFIG, **ENDLESS, "torch_dtype": dtype}
+    config = {**CONFIG, **ENDLESS, "torch_dtype": dtype, "num_hidden_layers": layers}
     torch.manual_seed(0)
     settings = AutoConfig.for_model(**config)
     AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype)).save_pretrained(folder)
