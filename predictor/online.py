@@ -50,6 +50,8 @@ MEMORY, ENOUGH = 10.0, 8
 margin of its own."""
 LEAST_FIRST_MARGIN, MAX_MARGIN = 0.05, 0.75
 """Smallest relative margin before the first steps, and the largest margin of all."""
+TAIL_STEPS, TAIL_PEAKS = 5_000, 50
+"""Number of steps and of peaks over which the tail of the step times is averaged."""
 MAX_SCALE = 64.0
 """The scale stays within [1/MAX_SCALE, MAX_SCALE]. A profile measured on a busy machine can be 30 times too slow."""
 UNSURE, SURE_SECONDS = 4.0, 3.0
@@ -127,6 +129,28 @@ def _rank(number: int, quantile: float) -> tuple[int, float]:
     normal = NormalDist()
     reached = normal.inv_cdf((rank - 0.375) / (number + 0.25))
     return rank, max(1.0, normal.inv_cdf(quantile) / reached)
+
+
+class Tail:
+    """Rare slow steps: an exponential tail of the seconds beyond the bound (peaks over threshold).
+
+    A run of slow steps is one peak, since a disturbance of the machine says little about single steps.
+    """
+
+    def __init__(self) -> None:
+        self._share, self._excess, self._above = 1.0 - QUANTILE, 0.0, False
+
+    def add(self, excess: float) -> None:
+        """Add a step: its measured seconds minus the time that QUANTILE of the steps should not exceed."""
+        peak = excess > 0.0 and not self._above
+        self._above = excess > 0.0
+        self._share += (peak - self._share) / TAIL_STEPS
+        if peak:
+            self._excess += (excess - self._excess) / TAIL_PEAKS
+
+    def excess(self, share: float) -> float:
+        """Return the seconds beyond the bound that only `share` of the steps exceed, at least 0."""
+        return self._excess * max(0.0, math.log(self._share / share))
 
 
 class HostTime:

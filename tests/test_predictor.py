@@ -16,7 +16,7 @@ from engine.profiling.sweep import StepShape, anchor_shapes, find_knee, plan_swe
 from predictor.features import BatchFeatures, FeatureRow
 from predictor.fitting import fit
 from predictor.model import LINEAR_TERMS, LatencyModel, default_knots, largest_chunk
-from predictor.online import OnlineModel
+from predictor.online import OnlineModel, Tail
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.samples import Sample, SampleLog, split_samples
 
@@ -222,6 +222,15 @@ def test_largest_chunk_prices_a_single_token_on_its_own() -> None:
 def test_a_model_refuses_parts_that_do_not_fit(change: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         LatencyModel(**change)  # type: ignore[arg-type]
+
+
+def test_the_tail_of_the_step_times() -> None:
+    rng, tail = random.Random(0), Tail()
+    assert tail.excess(2e-4) == 0.0
+    for _ in range(20_000):
+        tail.add(rng.expovariate(100.0) if rng.random() < 0.005 else -0.001)
+    assert 0.02 < tail.excess(2e-4) < 0.045, "about 10 ms times the logarithm of 25"
+    assert tail.excess(0.5) == 0.0
 
 
 def test_mape_needs_samples() -> None:

@@ -15,12 +15,13 @@ from engine.colocation.baseline import RecentRequests
 from engine.colocation.replay import offline_lengths
 from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore
+from engine.scheduling.objective import EASY_SHARE
 from engine.scheduling.output import SchedulerOutput
 from predictor.breaker import BreakerState, CircuitBreaker
 from predictor.budget import BudgetParams
 from predictor.judge import Judge, Served, attainment_of
 from predictor.load import Lengths, LoadModel, OnlineArrival
-from predictor.online import OnlineModel
+from predictor.online import OnlineModel, Tail
 from predictor.promise import DEFAULT_CLASS, Promise, service_of
 from predictor.slo import SLO
 
@@ -29,6 +30,12 @@ log = logging.getLogger("tidemill.colocation")
 LEARNED = ("searches_made", "searches_failed", "search_seconds", "baselines_made", "baselines_failed")
 """Counters of budget searches and baselines, which the tuner increments."""
 
+RARE, LEAST_SHARE = 2e-4, 0.5
+"""Share of steps that may exceed the TBT limit of a strict class, and the least share of the limit for a step's work.
+
+All gaps of an answer with fewer than 100 tokens count towards its P99, so an answer of 50 tokens is late with a
+probability of 1 % then.
+"""
 MIN_OFFLINE = 32
 """Minimum number of ended offline requests before only their lengths are used."""
 MAX_QUEUED = 1024
@@ -85,8 +92,10 @@ class Colocation:
         self._core = core
         self.initial = self._budget = budget
         self._breakers = {name: CircuitBreaker(own.attainment_target) for name, own in slo.by_class}
+        self._tail = Tail()
         self._judges = {name: Judge(own, name) for name, own in slo.by_class}
         self._promise = slo.promise()
+        self._strictest_gap = slo.tightest("tbt")
         self._step_limit = min(map(slo.tightest, ("ttft", "tbt", "tpot")))
         self._live: dict[str, _Live] = {}
         self._offline_tokens = 0
@@ -171,6 +180,10 @@ class Colocation:
             if self._core.state.has_online or any(o.request_class is RequestClass.ONLINE for o in outputs):
                 # Relative to the step limit: with a limit of 100 ms, an excess of 2 ms is harmless.
                 allowed = max(measured, self._step_limit if self._step_limit < math.inf else self.model.usual_seconds)
+                gap = self._strictest_gap
+                self._tail.add(min(measured - predicted, gap))
+                share = max(LEAST_SHARE, 1.0 - self._tail.excess(RARE) / gap)
+                self._core.state.strict_share = min(EASY_SHARE, share)
                 for breaker in self._breakers.values():  # wrong predictions concern all classes
                     breaker.record_step(now, (measured - predicted) / allowed if allowed > 0.0 else 0.0)
         for request_output in outputs:

@@ -21,16 +21,10 @@ from engine.api import RequestClass
 from engine.arrays import FloatArray
 from engine.limits import SchedulerConfig
 from engine.request import Request
-from engine.scheduling.objective import StepObjective
+from engine.scheduling.objective import EASY_SHARE, StepObjective
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import by_age
 from predictor.features import BatchFeatures, LatencyPredictor
-
-EASY_SHARE = 0.8
-"""Share of the TBT limit that prompts may use while every prompt is on time.
-
-Step times vary, and a missed token gap costs more than an early first token gains.
-"""
 
 FLOOR_SHARE = 0.8
 """Share of the TBT limit that a step with a floor chunk is expected to take.
@@ -82,6 +76,11 @@ class PrefillPace:
     def slower(self, factor: float) -> "PrefillPace":
         """Return the pace with 1/`factor` of the machine."""
         return replace(self, per_token=factor * self.per_token, stretch=factor * self.stretch)
+
+
+def easy_share(state: SchedulerState) -> float:
+    """Return the share of the gap limit that the work of a step should take."""
+    return state.strict_share if state.gap_limit < state.objective.tbt else EASY_SHARE
 
 
 def prefill_pace(state: SchedulerState, tbt_share: float = 1.0, *, likely: bool = False) -> PrefillPace | None:

@@ -14,6 +14,11 @@ from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures, LatencyPredictor
 
 UNLIMITED = BudgetParams("hygen", math.inf)
+EASY_SHARE = 0.8
+"""Share of the TBT limit that prompts may use while every prompt is on time.
+
+Step times vary, and a missed token gap costs more than an early first token gains.
+"""
 LONGEST_REST = 1.0
 """Maximum pause in seconds, so that one unexpectedly slow step does not stop offline work for long."""
 

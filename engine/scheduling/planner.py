@@ -16,7 +16,7 @@ from engine.api import RequestClass, quick_rows
 from engine.cache.blocks import count_gone, count_units
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, due
-from engine.scheduling.laxity import EASY_SHARE, PrefillPace, floor_chunk, prefill_pace, prompt_slack
+from engine.scheduling.laxity import PrefillPace, easy_share, floor_chunk, prefill_pace, prompt_slack
 from engine.scheduling.ledger import StepLedger, num_masked
 from engine.scheduling.objective import OfflineAllowance
 from engine.scheduling.state import SchedulerState
@@ -106,7 +106,7 @@ def _decode_limit(state: SchedulerState, ledger: StepLedger, now: float) -> floa
     limit = ledger.tightest([gap, *slacks])
     if gap < state.objective.tbt and limit <= max(gap, ledger.seconds):
         # L leaves room below the limit of the default class alone
-        limit = min(limit, max(EASY_SHARE * gap, ledger.seconds))
+        limit = min(limit, max(state.strict_share * gap, ledger.seconds))
     return limit
 
 
@@ -256,7 +256,7 @@ def _expected_online(state: SchedulerState) -> StepLedger:
     ledger.charge_decodes([request.num_computed_tokens + 1 for request in decodes])
     ledger.charge_masks(num_masked(decodes))
     next_prompt = [request for request in state.waiting_online[:1] if _may_start(state, request)]
-    limit = state.gap_limit * EASY_SHARE if decodes else math.inf
+    limit = state.gap_limit * easy_share(state) if decodes else math.inf
     for request in (*prompts, *next_prompt):
         if ledger.open:
             length = _prompt_length(state, ledger, request, ledger.tokens_left, limit)

@@ -17,9 +17,9 @@ from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestStatus
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.laxity import (
-    EASY_SHARE,
     PrefillPace,
     PromptOrder,
+    easy_share,
     floor_chunk,
     order_prompts,
     prefill_pace,
@@ -77,7 +77,7 @@ class PromptFill:
             return
         self._allocation.prompts = list(prompts)
         if math.isfinite(self.time_limit) and self._has_time():
-            self.time_limit *= EASY_SHARE
+            self.time_limit *= easy_share(self._state)
         context = _queue_context(self._state, self._draft.now)
         for request in first:
             may_start = self._ledger.open and self._draft.may_start(request)
@@ -120,7 +120,8 @@ class PromptFill:
 
     def _has_time(self) -> bool:
         """Return whether every prompt is on time even at the pace that leaves a share of the TBT limit unused."""
-        return prompt_slack(self._state, partial(prefill_pace, self._state, EASY_SHARE), self._draft.now) > 0.0
+        pace = partial(prefill_pace, self._state, easy_share(self._state))
+        return prompt_slack(self._state, pace, self._draft.now) > 0.0
 
     def _add_prompt(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
         """Continue or start a prompt. Return whether the next prompt in the order may be tried."""

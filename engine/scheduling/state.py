@@ -15,7 +15,7 @@ from engine.request import Request, RequestStatus, due
 from engine.scheduling.fair_share import OnlineShare
 from engine.scheduling.in_flight import Counters, InFlight
 from engine.scheduling.ledger import token_costs
-from engine.scheduling.objective import StepObjective
+from engine.scheduling.objective import EASY_SHARE, StepObjective
 from engine.scheduling.offline_queue import OfflineQueue
 from engine.scheduling.waiting import OnlinePolicy, WaitingQueue, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
@@ -36,6 +36,7 @@ class SchedulerState:
         in_flight: Steps that were scheduled and not updated yet, oldest first.
         arrivals: Source of arrival numbers.
         offline_share: Factor on the offline budget beside online work, 0 to 1 (set by the circuit breaker).
+        strict_share: Share of a TBT limit tighter than the default for a step's work (from the tail of step times).
         aside: Requests hidden from ordinary steps, waiting or running, by arrival; see `engine.scheduling.recovery`.
         unwritten: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
         mean_prompt, mean_output: Moving averages of the tokens of online requests that ended.
@@ -62,6 +63,7 @@ class SchedulerState:
         self.arrivals = count()
         self.next_step_id = 0
         self.offline_share = 1.0
+        self.strict_share = EASY_SHARE
         self.cache = Cache(config, model)
         self.pool = self.cache.device
         self.running: dict[RequestClass, list[Request]] = {RequestClass.ONLINE: [], RequestClass.OFFLINE: []}
