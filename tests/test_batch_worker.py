@@ -166,7 +166,7 @@ async def _stored(folder: StateFolder) -> dict[str, Any]:
 
 
 async def _end_of(folder: StateFolder, worker: BatchWorker, batch_id: str, ids: set[str]) -> str | None:
-    for _ in range(500):
+    for _ in range(20_000):
         if batch_id not in worker.states:
             break
         await asyncio.sleep(0.001)
