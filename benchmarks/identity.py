@@ -5,7 +5,7 @@
 The same requests go to two servers in float32, half as chats and half as lines of a batch job. The first server has one
 engine, enough memory and no speculation. The second server verifies drafts, has `--engines` engines whose cache is a
 few requests large, moves blocks to host memory, and loses its oldest engine process by SIGKILL every `--kill-every`
-seconds. Each process lives for more than a minute then; an engine whose processes die sooner would be given up.
+seconds. With two engines a process lives for more than a minute; the server gives up an engine that dies more often.
 
 Requests draw their temperature, top-p, top-k, min-p, bias, minimum length, penalties, stop strings, grammars,
 log-probabilities and number of choices. An answer differs if its text, finish reason, token count or any bit of its
@@ -31,10 +31,9 @@ from benchmarks.copying_tasks import GROUNDED
 from benchmarks.demo_training.corpus import Corpus, messages
 from benchmarks.live import ANSWER_SECONDS, Served, demo_server, metrics_page, read_metric
 from benchmarks.machine import describe
+from benchmarks.speculation import CHAT, end_of, start_job
 from loadgen.client import Client, Target
-from loadgen.jobs import TERMINAL, create, expect, job_lines, upload
 
-CHAT = "/v1/chat/completions"
 COMMON = ("--dtype=float32", "--max-model-len=1024", "--max-queue-time=none", "--slo=ttft_p99=60s,tbt_p99=10s")
 CALM = ("--speculation=off",)
 HARD = ("--speculation=on", "--num-gpu-blocks-override={blocks}", "--swap-space=0.05", "--engines={engines}")
@@ -127,10 +126,7 @@ async def ask(client: Client, body: Body) -> str:
 
 async def run_job(client: Client, bodies: Sequence[Body]) -> list[str]:
     """Run the bodies as a batch job and return the answers in the order of its lines."""
-    file_id = await upload(client, job_lines(bodies, CHAT, 0), "identity.jsonl")
-    path = f"/v1/batches/{(await create(client, file_id, CHAT, '24h'))['id']}"
-    while (batch := await expect(client, "GET", path))["status"] not in TERMINAL:  # noqa: ASYNC110
-        await asyncio.sleep(0.5)
+    batch = await end_of(client, await start_job(client, bodies))
     answers = [f"no row: the job ended as {batch['status']}"] * len(bodies)
     for kind in ("output_file_id", "error_file_id"):
         if batch.get(kind):
@@ -183,7 +179,7 @@ async def answers_of(served: Served, bodies: Sequence[Body], kill_every: float) 
 
 
 def run_arm(name: str, flags: Sequence[str], bodies: Sequence[Body], kill_every: float = 0.0) -> list[str]:
-    """Serve, send, print what the server did, and return the answers."""
+    """Run a server, send the requests, print the counters of the server, and return the answers."""
     with tempfile.TemporaryDirectory() as folder, demo_server(folder, *COMMON, *flags) as served:
         begin = time.monotonic()
         answers = asyncio.run(answers_of(served, bodies, kill_every))
@@ -199,7 +195,7 @@ def _sample(name: str) -> str:
 
 
 def report(bodies: Sequence[Body], calm: Sequence[str], hard: Sequence[str]) -> int:
-    """Print how many answers are equal and the first that are not or are errors; return the number of those."""
+    """Print the number of equal answers and the first unequal ones. Return the number of unequal answers and errors."""
     wrong = [i for i in range(len(bodies)) if calm[i] != hard[i] or not calm[i].startswith("[")]
     print(f"{len(bodies) - len(wrong)} of {len(bodies)} answers are equal", flush=True)
     for number in wrong[:5]:

@@ -36,7 +36,7 @@ class SchedulerState:
         in_flight: Steps that were scheduled and not updated yet, oldest first.
         arrivals: Source of arrival numbers.
         offline_share: Factor on the offline budget beside online work, 0 to 1 (set by the circuit breaker).
-        strict_share: Share of a TBT limit tighter than the default for a step's work (from the tail of step times).
+        strict_share: As EASY_SHARE, beside requests with a tighter TBT limit than the default (set by the keeper).
         aside: Requests hidden from ordinary steps, waiting or running, by arrival; see `engine.scheduling.recovery`.
         unwritten: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
         mean_prompt, mean_output: Moving averages of the tokens of online requests that ended.
