@@ -28,6 +28,7 @@ from engine.models.packing import packing_from_config
 from engine.models.quantized import Int4Linear, QuantizedLinear, RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.unpacking import dense
+from engine.models.weights import matrices
 from gateway.commands.report import report_launch
 
 CPU = torch.device("cpu")
@@ -114,6 +115,8 @@ def test_gpt_oss_with_stored_experts_gives_the_tokens_of_the_plain_one(tmp_path:
     found, plan = generated(config_of(tmp_path / "packed"))
     assert plan.implementation == "transformers"
     assert found == generated(config_of(tmp_path / "plain"))[0]
+    own = [load_weights(load_spec(folder), folder).layers[0] for folder in (tmp_path / "packed", tmp_path / "plain")]
+    assert all(torch.equal(first.data(), second.data()) for first, second in zip(*map(matrices, own), strict=True))
 
 
 @pytest.mark.parametrize(

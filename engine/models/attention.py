@@ -1,6 +1,7 @@
 """Attention of a layer over a paged pool: its variant, the pool as kernels see it, and in torch operators, for backends
 without a fused kernel, its queries, keys and values with norms and rotation."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,9 +33,10 @@ class Manner(NamedTuple):
 PLAIN = Manner()
 
 
-def manners_of(spec: ModelSpec) -> list[Manner]:
-    """Return the variant of each layer."""
-    return [Manner(spec.scale, spec.window_of(layer), spec.softcap) for layer in range(spec.num_layers)]
+def manners_of(spec: ModelSpec, layers: Iterable[LayerWeights]) -> list[Manner]:
+    """Return the variant of each of the first `spec.num_layers` layers."""
+    numbered = zip(range(spec.num_layers), layers, strict=False)
+    return [Manner(spec.scale, spec.window_of(index), spec.softcap, layer.sinks) for index, layer in numbered]
 
 
 class PoolView(NamedTuple):

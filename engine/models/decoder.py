@@ -7,6 +7,7 @@ a layer, which may be streamed.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -56,6 +57,8 @@ class Decoder:
         self._embedding_scale = embedding_scale(spec, weights.embedding.dtype)
         gates = {"silu": ops.silu_and_mul, "gelu_tanh_gated": ops.gelu_tanh_and_mul}
         self._activation = (torch_ops.ACTIVATIONS | gates)[spec.activation]
+        if spec.experts is not None and spec.experts.clamp is not None:
+            self._activation = partial(torch_ops.clamped_swiglu, clamp=spec.experts.clamp)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the hidden state [T, H] of token_ids [T] at positions [T]."""
@@ -151,12 +154,15 @@ class Decoder:
             return layer.down.product(RoundedRows(*self._ops.silu_and_mul_rounded(wide, layer.down.inputs)))
         return layer.down(self._activation(wide))
 
-    def _run_experts(self, layer: LayerWeights, router: Tensor, x: Tensor | RoundedRows) -> Tensor:
+    def _run_experts(self, layer: LayerWeights, router: Linear, x: Tensor | RoundedRows) -> Tensor:
         """Return the weighted sum of each token's experts, without waiting for the device."""
         sizes = self.spec.experts
         assert sizes is not None and isinstance(x, Tensor), "experts have inputs of the model's type"
-        weights, chosen = route(functional.linear(x, router), sizes)
-        up, down = (each.dense_from(0)[0].view(sizes.total, -1, each.in_features) for each in (layer.up, layer.down))
+        weights, chosen = route(router(x), sizes)
+        up, down = (
+            (weight.view(sizes.total, -1, weight.shape[1]), None if bias is None else bias.view(sizes.total, -1))
+            for weight, bias in (each.dense_from(0) for each in (layer.up, layer.down))
+        )
         return mixed(x, up, down, self._activation, weights, chosen)
 
     def _add_norm(

@@ -33,20 +33,28 @@ def route(logits: Tensor, sizes: ExpertSizes) -> tuple[Tensor, Tensor]:
     return weights.to(logits.dtype) if sizes.rounded else weights, chosen
 
 
+Stack = tuple[Tensor, Tensor | None]
+"""Weight [experts, out, in] and bias [experts, out] of a linear layer of all experts."""
+
+
 def mixed(
-    x: Tensor, up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], weights: Tensor, chosen: Tensor
+    x: Tensor, up: Stack, down: Stack, activation: Callable[[Tensor], Tensor], weights: Tensor, chosen: Tensor
 ) -> Tensor:
     """Return the weighted sum of experts `chosen` [T, k] for x [T, H]; nothing waits for the device.
 
     up [experts, 2 * width, H], down [experts, H, width]; `activation` of a gate and what it multiplies.
     """
     order = chosen.flatten().argsort(stable=True)
-    every = torch.arange(len(up), device=x.device)
+    every = torch.arange(len(up[0]), device=x.device)
     ends = (chosen.flatten()[:, None] == every).sum(0).cumsum(0, dtype=torch.int32)
     rows = x.index_select(0, order // chosen.shape[1])
-    inner = activation(functional.grouped_mm(rows, up.transpose(1, 2), offs=ends))
-    result = functional.grouped_mm(inner, down.transpose(1, 2), offs=ends)
-    return _summed(result, order, weights).to(x.dtype)
+
+    def apply(stack: Stack, rows: Tensor) -> Tensor:
+        weight, bias = stack
+        result = functional.grouped_mm(rows, weight.mT, offs=ends)
+        return result if bias is None else result + bias.index_select(0, chosen.flatten().index_select(0, order))
+
+    return _summed(apply(down, activation(apply(up, rows))), order, weights).to(x.dtype)
 
 
 def _summed(result: Tensor, order: Tensor, weights: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class TensorNames:
     Modules get `.weight` (and `.bias`) appended. Several modules in one field are stacked along the output dimension.
     Of `prefixes` and `head`, the first that the checkpoint contains is used. `branch_norms` normalise the outputs of
     attention and MLP before they are added. `interleaved_qkv`: the fused projection is [heads, 3, head_dim] instead of
-    [3, heads, head_dim].
+    [3, heads, head_dim]. `sinks`: a score per head that takes part in the softmax without a value.
     """
 
     prefixes: tuple[str, ...]
@@ -45,6 +45,7 @@ class TensorNames:
     k_norm: str = "self_attn.k_norm"
     branch_norms: tuple[str, str] | None = None
     interleaved_qkv: bool = False
+    sinks: str | None = None
 
 
 _LLAMA_NAMES = TensorNames(
@@ -94,15 +95,17 @@ _GEMMA_NAMES = replace(
 class ExpertNames(NamedTuple):
     """Names of a mixture of experts: modules of a layer, linear layers of an expert (gate, up, down), config keys.
 
-    `rounded`: the weights of a token's experts are rounded to the model's type.
+    `rounded`: the weights of a token's experts are rounded to the model's type. `fused`: each part is a tensor of all
+    experts [experts, in, out] and has a bias; gate and up are one part, whose outputs alternate.
     """
 
     router: str
     experts: str
-    parts: tuple[str, str, str]
+    parts: tuple[str, ...]
     count_key: str
     width: str
     rounded: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class Family:
     Attributes:
         window: "none", "always", "switched", or "patterned": all layers except each `pattern_default`-th.
         centered_norms: Norm weights are stored minus 1.
+        float_norms: Norms are rounded once, after their weight.
         scaled_embedding: Embeddings are multiplied by the square root of their width.
         query_scalar_default: Scores are divided by the square root of `query_pre_attn_scalar` instead of the head
             width; its default.
@@ -119,6 +123,7 @@ class Family:
         local_rope: Layers with a window have their own rotary embedding.
         experts: Names of the experts that replace the MLP in every layer; None without experts.
         normalised: Whether the weights of a token's experts add up to 1.
+        clamp: Defaults of `swiglu_alpha` and `swiglu_limit`; None for a usual gate.
     """
 
     name: str
@@ -147,12 +152,14 @@ class Family:
     window_default: int | None = None
     pattern_default: int = 0
     centered_norms: bool = False
+    float_norms: bool = False
     scaled_embedding: bool = False
     query_scalar_default: float | None = None
     softcaps: tuple[float | None, float | None] | None = None
     local_rope: bool = False
     experts: ExpertNames | None = None
     normalised: Flag = True
+    clamp: tuple[float, float] | None = None
     check: Callable[[Config], None] = _nothing_to_check
 
 
@@ -318,7 +325,28 @@ _MIXTRAL = replace(
         "intermediate_size",
     ),
 )  # fmt: skip
-MIXTURES = (_QWEN3_MOE, _MIXTRAL)
+_GPT_OSS_BIAS = ("attention_bias", True)
+_GPT_OSS = Family(
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    names=replace(_LLAMA_NAMES, sinks="self_attn.sinks"),
+    eps_default=1e-5,
+    kv_heads_default=8,
+    head_dim_default=64,
+    qkv_bias=_GPT_OSS_BIAS,
+    out_bias=_GPT_OSS_BIAS,
+    mlp_bias=True,
+    window="patterned",
+    window_default=128,
+    pattern_default=2,
+    float_norms=True,
+    experts=ExpertNames(
+        "mlp.router", "mlp.experts", ("gate_up_proj", "down_proj"), "num_local_experts", "intermediate_size",
+        rounded=True, fused=True,
+    ),
+    clamp=(1.702, 7.0),
+)  # fmt: skip
+MIXTURES = (_QWEN3_MOE, _MIXTRAL, _GPT_OSS)
 """Families with experts. Their native layers run on a GPU; on a CPU transformers' modules run them."""
 
 

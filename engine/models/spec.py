@@ -1,7 +1,7 @@
 """Description of a decoder-only checkpoint, read from its Hugging Face config; torch-free.
 
 One `ModelSpec` covers Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3, Phi-3, Gemma 2, Gemma 3 (text), OPT and GPT-NeoX/Pythia;
-they differ in data only. Of mixtures of experts it covers Qwen3-MoE and Mixtral.
+they differ in data only. Of mixtures of experts it covers Qwen3-MoE, Mixtral and gpt-oss.
 """
 
 import json
@@ -98,13 +98,15 @@ class ModelShape:
 
 class ExpertSizes(NamedTuple):
     """Experts of every layer: their number, the number per token, their inner width, and whether the weights of a
-    token's experts add up to 1 and are rounded to the model's type."""
+    token's experts add up to 1 and are rounded to the model's type. `clamp`: gain of the gate's sigmoid, and largest
+    value of the gate and magnitude of what it multiplies; None for a usual gate."""
 
     total: int
     per_token: int
     width: int
     normalised: bool
     rounded: bool
+    clamp: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ class ModelSpec(ModelShape):
         logit_softcap: The same for logits.
         local_rope: Rotary embedding of layers with a window, if it differs.
         centered_norms: Norm weights are stored minus 1, and a norm is rounded once, after its weight.
+        float_norms: A norm is rounded once, after its weight.
+        sinks: Each head has a score that takes part in the softmax without a value.
         branch_norms: Outputs of attention and MLP are normalised before they are added.
         embedding_scale: Factor of token embeddings, rounded to the model's type.
         intermediate_size: Inner width of the MLP, or of all experts together.
@@ -142,6 +146,8 @@ class ModelSpec(ModelShape):
     logit_softcap: float | None = None
     local_rope: RopeSpec | None = None
     centered_norms: bool = False
+    float_norms: bool = False
+    sinks: bool = False
     branch_norms: bool = False
     embedding_scale: float | None = None
     experts: ExpertSizes | None = None
@@ -169,7 +175,9 @@ class ModelSpec(ModelShape):
         hidden, norm = self.hidden_size, self.hidden_size * (2 if self.norm == "layer" else 1)
         has_bias = self.qkv_bias, self.out_bias, self.mlp_bias, self.mlp_bias
         layer = sum(n * k + n * bias for (n, k), bias in zip(self.matrices, has_bias, strict=True))
-        layer += 2 * self.head_dim * self.qk_norm + (self.experts.total * hidden if self.experts else 0)
+        layer += 2 * self.head_dim * self.qk_norm + self.num_heads * self.sinks
+        if self.experts is not None:  # router, and the biases of all experts but one
+            layer += self.experts.total * (hidden + self.mlp_bias) + (self.experts.total - 1) * hidden * self.mlp_bias
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         if self.position_offset is not None:
             embeddings += (self.max_position_embeddings + self.position_offset) * hidden
@@ -271,6 +279,8 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         softcap=_softcap(config, "attn_logit_softcapping", softcaps[0]) if family.softcaps else None,
         logit_softcap=_softcap(config, "final_logit_softcapping", softcaps[1]) if family.softcaps else None,
         centered_norms=family.centered_norms,
+        float_norms=family.float_norms,
+        sinks=family.names.sinks is not None,
         branch_norms=family.names.branch_norms is not None,
         embedding_scale=hidden**0.5 if family.scaled_embedding else None,
         position_offset=family.position_offset,
@@ -309,7 +319,10 @@ def _experts(config: Mapping[str, Any], family: Family) -> ExpertSizes | None:
     count = _size(config, family.experts.count_key, config.get("num_local_experts"))  # its name in transformers 5
     width = _size(config, family.experts.width)
     per_token, normalised = _size(config, "num_experts_per_tok"), is_set(family.normalised, config)
-    return ExpertSizes(count, per_token, width, normalised, family.experts.rounded)
+    clamp = family.clamp
+    if clamp is not None:
+        clamp = _positive(config, "swiglu_alpha", clamp[0]), _positive(config, "swiglu_limit", clamp[1])
+    return ExpertSizes(count, per_token, width, normalised, family.experts.rounded, clamp)
 
 
 def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:

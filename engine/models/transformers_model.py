@@ -263,29 +263,32 @@ def own_reference(
         config.sliding_window = min(windows)
     with quiet():
         model = causal_lm().from_config(config, dtype=dtype, attn_implementation="eager").eval().requires_grad_(False)
-    heads = [f"{head}.weight" for head in family_named(spec.family).names.head]
+    family = family_named(spec.family)
+    renamed = family.experts is not None and not family.experts.fused
+    heads = [f"{head}.weight" for head in family.names.head]
     for name, parameter in model.state_dict().items():
         # Some checkpoints were saved without the outer model.
-        if parameter.dim() > 2 or (spec.experts is not None and name.endswith(".gate.weight")):
+        if renamed and (parameter.dim() > 2 or name.endswith(".gate.weight")):
             continue
         spellings = (name, name.partition(".")[2], *(heads if name == "lm_head.weight" else ()))
         stored = next((each for each in spellings if tensors.has(each)), None)
         if stored or not (spec.tie_word_embeddings and parameter.shape[0] == spec.vocab_size):
             parameter.copy_(tensors.fetch(stored or name, tuple(parameter.shape)))
-    _fill_experts(model, spec, tensors)
+    if renamed:
+        _fill_experts(model, spec, tensors)
     _replace_linear(model, make)
     return model
 
 
 def _fill_experts(model: Any, spec: ModelSpec, tensors: TensorSource) -> None:
     """Fill the experts and routers of a model, whose tensors are stored under other names."""
-    for index, layer in enumerate(model.model.layers if spec.experts is not None else ()):
+    for index, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{index}."
-        router = router_of(spec, tensors, prefix)
-        for kept, stored in zip(
-            (layer.mlp.gate.weight, layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj),
-            (router, *stacked_experts(spec, tensors, prefix)),
-            strict=True,
+        (up, _), (down, _) = stacked_experts(spec, tensors, prefix)
+        for kept, stored in (
+            (layer.mlp.gate.weight, router_of(spec, tensors, prefix)),
+            (layer.mlp.experts.gate_up_proj, up),
+            (layer.mlp.experts.down_proj, down),
         ):
             kept.copy_(stored)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import ModelLoadError
 from engine.models.families import TensorNames, family_named
-from engine.models.linear import AbsentLinear, AnyWeight, Linear, MakeLinear, make_linear
+from engine.models.linear import AbsentLinear, AnyWeight, Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import BlockWeight, PackedWeight, RoundedWeight, StoredWeight
 from engine.models.sharding import GatherRanks, Shard, ShardedTensors, SummedLinear
 from engine.models.spec import ModelSpec
@@ -37,7 +37,8 @@ class LayerWeights:
         up: Outputs [gate | up] if the MLP is gated; with experts those of all, one after the other.
         down: With experts the outputs of all, from the inner width of one.
         branch_norms: Norms of the outputs of attention and MLP, or None.
-        router: Weight [experts, H], or None without experts.
+        router: Scores [T, experts] of the experts for each token, or None without experts.
+        sinks: [heads] float32, or None (`Manner.sinks`).
     """
 
     input_norm: Norm
@@ -48,7 +49,8 @@ class LayerWeights:
     up: Linear
     down: Linear
     branch_norms: tuple[Norm, Norm] | None = None
-    router: Tensor | None = None
+    router: Linear | None = None
+    sinks: Tensor | None = None
 
 
 class LayerSource(Protocol):
@@ -235,7 +237,10 @@ class _Builder:
         qkv_sizes = split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
         up_sizes = split_over(names.up, (ffn, ffn) if spec.gated_mlp else (ffn,))
         if spec.experts is not None:
-            up, down = (self._make(part.flatten(0, 1)) for part in stacked_experts(spec, self._source, prefix))
+            up, down = (
+                self._make(part.flatten(0, 1), None if bias is None else bias.flatten())
+                for part, bias in stacked_experts(spec, self._source, prefix)
+            )
         else:
             up = self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.gated_mlp)
             down = self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias, summed=True)
@@ -248,7 +253,8 @@ class _Builder:
             up=up,
             down=down,
             branch_norms=self._branch_norms(prefix),
-            router=router_of(spec, self._source, prefix),
+            router=self._router(prefix),
+            sinks=self._sinks(prefix),
         )
 
     def _linear(
@@ -301,7 +307,20 @@ class _Builder:
 
     def _norm_weight(self, module: str, shape: tuple[int, ...]) -> Tensor:
         weight = self._source.fetch(f"{module}.weight", shape)
-        return weight.float() + 1.0 if self._spec.centered_norms else weight
+        if self._spec.centered_norms:
+            return weight.float() + 1.0
+        return weight.float() if self._spec.float_norms else weight
+
+    def _router(self, prefix: str) -> Linear | None:
+        weight, names = router_of(self._spec, self._source, prefix), family_named(self._spec.family).experts
+        if weight is None or names is None:
+            return None
+        bias = self._source.fetch(f"{prefix}{names.router}.bias", weight.shape[:1]) if self._spec.mlp_bias else None
+        return PlainLinear(weight, bias)
+
+    def _sinks(self, prefix: str) -> Tensor | None:
+        name = self._names.sinks
+        return None if name is None else self._source.fetch(f"{prefix}{name}", (self._spec.num_heads,)).float()
 
     def _branch_norms(self, prefix: str) -> tuple[Norm, Norm] | None:
         names = self._names.branch_norms
@@ -348,16 +367,27 @@ def router_of(spec: ModelSpec, source: TensorSource, prefix: str) -> Tensor | No
     return source.fetch(f"{prefix}{names.router}.weight", (spec.experts.total, spec.hidden_size))
 
 
-def stacked_experts(spec: ModelSpec, source: TensorSource, prefix: str) -> tuple[Tensor, Tensor]:
-    """Fetch the experts of a layer: gate and up [experts, 2 * width, H], down [experts, H, width]."""
+def stacked_experts(
+    spec: ModelSpec, source: TensorSource, prefix: str
+) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """Fetch the experts of a layer: gate and up [experts, 2 * width, H], down [experts, H, width], and the biases of
+    both [experts, outputs], if any."""
     names, sizes, hidden = family_named(spec.family).experts, spec.experts, spec.hidden_size
     assert names is not None and sizes is not None, "a family with experts"
+    if names.fused:
+        (alternating, alternating_bias), (down_weight, down_bias) = (
+            (source.fetch(name, (sizes.total, *shape)).mT, source.fetch(f"{name}_bias", (sizes.total, shape[1])))
+            for part, shape in zip(names.parts, ((hidden, 2 * sizes.width), (sizes.width, hidden)), strict=True)
+            for name in (f"{prefix}{names.experts}.{part}",)
+        )
+        weight, bias = (torch.cat((each[:, ::2], each[:, 1::2]), 1) for each in (alternating, alternating_bias))
+        return (weight, bias), (down_weight.contiguous(), down_bias)
     inside, outside, ups, downs = (sizes.width, hidden), (hidden, sizes.width), list[Tensor](), list[Tensor]()
     for index in range(sizes.total):
         gate, up, down = (f"{prefix}{names.experts}.{index}.{part}.weight" for part in names.parts)
         ups.append(torch.cat((source.fetch(gate, inside), source.fetch(up, inside))))
         downs.append(source.fetch(down, outside))
-    return torch.stack(ups), torch.stack(downs)
+    return (torch.stack(ups), None), (torch.stack(downs), None)
 
 
 def straighten(spec: ModelSpec, fused: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ class TorchDevice(PoolDevice):
         paged = PagedAttention(self.pool, self.rows, batch)
         rotary = self._heads.rotary(torch.from_numpy(layout.positions).to(self.pool.device))
         first, spec, streamed = self.layers.start, self.decoder.spec, self.decoder.weights.layers.streamed
-        manners = manners_of(spec)
+        manners = manners_of(spec, self.decoder.weights.layers)
 
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
             if hidden is not None:

@@ -116,7 +116,7 @@ class Forward:
         self.layers = range(spec.num_layers)
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = embedding_scale(spec, dtype)
-        self._manners = manners_of(spec)
+        self._manners = manners_of(spec, weights.layers)
         tables_of = {rope: _cos_sin(rope, limits.max_model_len, device) for rope in (spec.rope, spec.local_rope)}
         self._cos_sin = [tables_of[spec.rope_of(layer)] for layer in range(spec.num_layers)]
         # For hidden state; on a GPU these are views of the weights.
