@@ -27,8 +27,8 @@ from engine.models.linear import make_linear
 from engine.models.packing import packing_from_config
 from engine.models.quantized import Int4Linear, QuantizedLinear, RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
+from engine.models.transformers_shape import load_shape
 from engine.models.unpacking import dense
-from engine.models.weights import matrices
 from gateway.commands.report import report_launch
 
 CPU = torch.device("cpu")
@@ -115,8 +115,8 @@ def test_gpt_oss_with_stored_experts_gives_the_tokens_of_the_plain_one(tmp_path:
     found, plan = generated(config_of(tmp_path / "packed"))
     assert plan.implementation == "transformers"
     assert found == generated(config_of(tmp_path / "plain"))[0]
-    own = [load_weights(load_spec(folder), folder).layers[0] for folder in (tmp_path / "packed", tmp_path / "plain")]
-    assert all(torch.equal(first.data(), second.data()) for first, second in zip(*map(matrices, own), strict=True))
+    one, other = (load_weights(load_spec(tmp_path / name), tmp_path / name).layers[0] for name in ("packed", "plain"))
+    assert torch.equal(one.up.data(), other.up.data()) and torch.equal(one.down.data(), other.down.data())
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,14 @@ def test_stored_experts_that_do_not_fit_are_refused(
     with pytest.raises(ModelLoadError) as caught:
         build_runner(config_of(folder), plan_launch(config_of(folder)))
     assert message in caught.value.message and "\n" not in caught.value.message
+
+
+def test_a_config_without_a_type_has_that_of_the_tensors(tmp_path: Path) -> None:
+    packed_checkpoints.write_gpt_oss(tmp_path, tmp_path / "plain")
+    tiny_models.rewrite(tmp_path, lambda all: all.update({k: t.bfloat16() for k, t in all.items() if "_" in k}))
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"dtype"', '"type"'))  # as the config of gpt-oss-20b
+    assert load_spec(tmp_path).dtype == load_shape(tmp_path).dtype == "bfloat16"
 
 
 # Integers that are computed with -----------------------------------------------------------------------------------

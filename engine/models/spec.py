@@ -15,7 +15,7 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.models.families import Family, family_named, family_of, is_set
 from engine.models.packing import Packing, packing_from_config
 from engine.models.rope import RopeSpec, ropes_from_config
-from engine.models.stored_tensors import NO_GGUF, has_own_head
+from engine.models.stored_tensors import NO_GGUF, has_own_head, stored_type
 
 T = TypeVar("T")
 
@@ -211,14 +211,20 @@ def load_spec(folder: Path) -> ModelSpec:
 
 
 def from_configs(folder: Path, read: Callable[[dict[str, Any], dict[str, Any]], T]) -> T:
-    """Return `read(config, generation config)` of a folder. Raises ModelLoadError, one line with the folder."""
+    """Return `read(config, generation config)` of a folder. Raises ModelLoadError, one line with the folder.
+
+    A config without a type gets that of the stored tensors.
+    """
     path, generation = folder / "config.json", folder / "generation_config.json"
     if not path.is_file():
         if any(folder.glob("*.gguf")):
             raise ModelLoadError(f"{folder}: {NO_GGUF}")
         raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
     try:
-        return read(read_json(path), read_json(generation) if generation.is_file() else {})
+        config = read_json(path)
+        if not (config.get("dtype") or config.get("torch_dtype")):
+            config["dtype"] = stored_type(folder)
+        return read(config, read_json(generation) if generation.is_file() else {})
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error.message}") from None
 

@@ -18,6 +18,7 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000  # the library's own limit in bytes
 _PIECE = 1 << 24
+_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class StoredTensor(NamedTuple):
@@ -68,6 +69,19 @@ def files_of(folder: Path, tensor: str) -> str:
 def stored_bytes(folder: Path) -> int:
     """Return the size of the checkpoint's files in bytes. Raises ModelLoadError; see `weight_files`."""
     return sum((folder / name).stat().st_size for name in weight_files(folder))
+
+
+def stored_type(folder: Path) -> str | None:
+    """Return the type of most floating values of the checkpoint; None without readable weights or such values."""
+    sizes = dict.fromkeys(_TYPES, 0)
+    try:
+        for each in (tensor for file in weight_files(folder) for tensor in read_header(folder / file).values()):
+            if each.kind in sizes:
+                sizes[each.kind] += each.end - each.start
+    except (ModelLoadError, OSError):
+        return None
+    kind = max(sizes, key=sizes.__getitem__)
+    return _TYPES[kind] if sizes[kind] else None
 
 
 def has_own_head(folder: Path, heads: Iterable[str], embeddings: Iterable[str]) -> bool:
