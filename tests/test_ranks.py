@@ -230,7 +230,7 @@ async def test_an_engine_in_this_process_is_dead_without_a_rank() -> None:
 def test_ranks_end_where_no_engine_comes_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: object) -> None:
         found.append(rank_of(os.getpid()))
         raise ConfigError("no engine")
 

@@ -335,24 +335,37 @@ async def test_jobs_run_in_a_process_of_their_own() -> None:
     aggregates, own = await run_child(replay_alone, first, server, counted, turns=USUAL)
     assert aggregates["tbt_p99"] == pytest.approx(0.0085, rel=0.1) and len(own) == len(counted)
     with pytest.raises(ChildError, match="ValueError"):
-        await run_child(int, "no number", turns=(Turn("idle", 0.0), *USUAL))
+        await run_child(int, "no number", turns=(Turn("idle", 0.0, 9.0), *USUAL))
 
 
 async def test_a_child_that_gets_no_time_is_continued_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last attempt has no limit on the clock; it starts from the notes of those before it."""
     with pytest.raises(ChildError, match="no core had time for it within 0 s"):
-        await run_child(int, turns=(Turn("idle", 0.0), Turn("low", 0.0)))
+        await run_child(int, turns=(Turn("idle", 0.0, 9.0), Turn("low", 0.0, 9.0)))
+    numbers, chats = range(10**8), iter([True, True])  # what adds them is stopped, goes on, and gets its share
+    options: Any = {"turns": [Turn("idle", 1.0, 1e-4)], "busy": lambda: next(chats, False)}
+    assert await run_child(sum, numbers, **options) == sum(numbers)
     assert [turn.priority for turn in TURNS] == ["idle", "low"] and math.isinf(TURNS[-1].seconds)
 
-    async def attempt(job: tuple[Any, Any, list[str]], priority: str) -> list[str]:
-        job[2].append(priority)
-        if priority == "idle":
+    async def attempt(job: tuple[Any, Any, list[str]], turn: Turn, _busy: object, limit: asyncio.Timeout) -> list[str]:
+        job[2].append(turn.priority)
+        if turn.priority == "idle":
+            limit.reschedule(0.0)
             await asyncio.Event().wait()
         return job[2]
 
     monkeypatch.setattr(search_child, "_run", attempt)
     turns = Turn("idle", 0.0), Turn("low")
     assert await run_child(find_budget, turns=turns, keeps_notes=True) == ["idle", "low"]
+
+
+def test_a_child_runs_without_chats_and_for_a_share_of_the_time_beside_them() -> None:
+    duty, look = search_child.Duty(), search_child.LOOK_SECONDS
+    assert all(duty.decide(False, look) for _ in range(20))
+    ran = [duty.decide(True, look) for _ in range(20_000)]
+    assert not any(ran[:50]) and sum(ran) == pytest.approx(search_child.BUSY_SHARE * 20_000, rel=0.1)
+    assert "".join("01"[each] for each in ran).count("01") <= sum(ran) * look / (0.8 * search_child.BURST)
+    assert duty.decide(False, look)
 
 
 class CpuClock:

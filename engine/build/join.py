@@ -22,6 +22,7 @@ from engine.build.runner import build_runner
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, normal_noise
+from engine.colocation.search_child import run_child
 from engine.colocation.tuner import BudgetTuner, LoadStore
 from engine.colocation.waits import initial_budget, slo_warning
 from engine.config import EngineConfig
@@ -132,7 +133,8 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         partial(backend.busy_share, plan),
     )
     drafts = Speculation(penalties=plan.device == "cpu") if drafts_tokens(config, plan) else None
-    core, colocation, tuner = make_controller(config, scheduler, profile, slo, profile_folder(config), say, drafts)
+    folder, on_cpu = profile_folder(config), plan.device == "cpu"
+    core, colocation, tuner = make_controller(config, scheduler, profile, slo, folder, say, drafts, on_cpu=on_cpu)
     info = replace(_info(plan, scheduler, _sampling(config, plan, say)), slo=str(slo))
     if plan.spec.state_bytes:
         log.debug(_tell_checkpoints(plan, scheduler))
@@ -222,8 +224,14 @@ def make_controller(
     folder: Path,
     say: Callable[[str], None],
     speculation: Speculation | None = None,
+    *,
+    on_cpu: bool,
 ) -> tuple[EngineCore, Colocation, BudgetTuner]:
-    """Return core, keeper and tuner for a profile. `folder` stores profiles, the learned load and the budgets."""
+    """Return core, keeper and tuner for a profile. `folder` stores profiles, the learned load and the budgets.
+
+    `on_cpu`: steps use all cores, so that background work beside chats is limited, unless the SLO is a tolerance, under
+    which hardly any offline work may run before the first search.
+    """
     model = OnlineModel(profile.model, profile.held_out_mape)
     scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
     core = EngineCore(scheduler, online_policy=find_policy(config.online_policy), model=model, speculation=speculation)
@@ -241,8 +249,10 @@ def make_controller(
     calendar = time.time() - time.monotonic()
     load, table = store.read(time.time(), say)
     colocation = Colocation(core, model, slo, budget, calendar=calendar, load=load)
-    refit = ModelRefit(colocation, profile, folder / profile.key.filename())
-    return core, colocation, BudgetTuner(colocation, server, table, store, refit=refit)
+    limited = on_cpu and not slo.tolerances()
+    child = partial(run_child, busy=lambda: core.state.has_online) if limited else run_child
+    refit = ModelRefit(colocation, profile, folder / profile.key.filename(), child)
+    return core, colocation, BudgetTuner(colocation, server, table, store, child=child, refit=refit)
 
 
 def _limits(scheduler: SchedulerConfig) -> str:
