@@ -52,12 +52,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any
     return asyncio.run(run())
 
 
-async def begun(fleet: FleetClient, asked: "asyncio.Task[Any]") -> None:
-    """Both engines compute."""
+async def begun(fleet: FleetClient) -> "asyncio.Task[Any]":
+    """Both engines compute the answers to `long`, which are returned."""
+    asked = asyncio.create_task(answers(fleet, long()))
     await until(
         lambda: asked.done() or all(any(e.token_ids for e in m.engine._requests.open) for m in fleet._members)  # type: ignore[attr-defined]
     )
     assert not asked.done()
+    return asked
 
 
 async def test_a_pipeline_goes_on_with_what_two_engines_had_and_they_with_what_it_has(
@@ -66,8 +68,7 @@ async def test_a_pipeline_goes_on_with_what_two_engines_had_and_they_with_what_i
     async with fleet_of(tmp_path, "", "", drop=True) as fleet:
         overload = overload_of(fleet)
         first, second = fleet._members
-        asked = asyncio.create_task(answers(fleet, long()))
-        await begun(fleet, asked)
+        asked = await begun(fleet)
         first.prefixes.add([1, 2, 3], 3)
         told = orders_to(first), orders_to(second)
         assert await overload.merge(first, second)
@@ -132,8 +133,7 @@ async def test_an_engine_killed_on_the_way_into_a_pipeline_costs_time_only(
 ) -> None:
     async with fleet_of(tmp_path, "", "", drop=True, policy=undying) as fleet:
         overload = overload_of(fleet)
-        asked = asyncio.create_task(answers(fleet, long()))
-        await begun(fleet, asked)
+        asked = await begun(fleet)
         with killing_before(step, dies, tmp_path):
             assert not await overload.merge(*fleet._members)
         await ends_whole(fleet, overload)
@@ -147,8 +147,7 @@ async def test_an_engine_killed_in_a_pipeline_or_on_the_way_out_of_it_costs_time
 ) -> None:
     async with fleet_of(tmp_path, "", "", drop=True, policy=undying) as fleet:
         overload = overload_of(fleet)
-        asked = asyncio.create_task(answers(fleet, long()))
-        await begun(fleet, asked)
+        asked = await begun(fleet)
         assert await overload.merge(*fleet._members)
         (pair,) = overload.pipelines.pairs
         if step == "settled":

@@ -42,8 +42,8 @@ def make_driver(model: LatencyModel | None = None, **changes: object) -> Driver:
     return Driver(FakeRunner(block_size=BLOCK, vocab_size=VOCAB), config, model=model or MODEL, objective=objective)
 
 
-def test_an_offline_line_evicted_often_does_not_stop_the_engine() -> None:
-    """It comes back in a quiet moment, and the next chat does not fit beside it."""
+def with_an_evicted_line() -> Driver:
+    """A chat has ended that took the room of the line `job`."""
     driver = make_driver()
     driver.add(make_request("job", [5] * 40, 30, request_class=OFFLINE))
     for _ in range(3):
@@ -51,6 +51,12 @@ def test_an_offline_line_evicted_often_does_not_stop_the_engine() -> None:
     driver.add(make_request("on0", [1] * 50, 2))
     while "on0" not in driver.finals:
         driver.step()
+    return driver
+
+
+def test_an_offline_line_evicted_often_does_not_stop_the_engine() -> None:
+    """It comes back in a quiet moment, and the next chat does not fit beside it."""
+    driver = with_an_evicted_line()
     for _ in range(2):
         driver.step()
     driver.add(make_request("on1", [2] * 50, 2))
@@ -105,13 +111,7 @@ def test_evictions_beside_online_work_are_bounded_by_time(limit: int) -> None:
 
 
 def test_in_a_quiet_moment_nobody_keeps_away() -> None:
-    driver = make_driver()
-    driver.add(make_request("job", [5] * 40, 30, request_class=OFFLINE))
-    for _ in range(3):
-        driver.step()
-    driver.add(make_request("on", [1] * 50, 2))
-    while "on" not in driver.finals:
-        driver.step()
+    driver = with_an_evicted_line()
     job = driver.core.state.requests["job"]
     assert job.not_before > driver.now and job.num_preemptions == 1
     driver.step()

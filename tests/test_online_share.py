@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from test_laxity import MODEL, OBJECTIVE
 
 import engine.scheduling.admission
 import engine.scheduling.prompts
@@ -14,24 +15,10 @@ from engine.core import EngineCore
 from engine.errors import QueueFullError
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import Request
-from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
-from predictor.budget import BudgetParams
-from predictor.model import LatencyModel
 
-# 8 ms a step and 0.2 ms a token beyond 128: a full step of 512 tokens takes 0.09 s.
-MODEL = LatencyModel(
-    intercept=0.008,
-    decodes=2e-5,
-    decode_context=4e-7,
-    prefill_chunks=2e-4,
-    knots=(0, 128),
-    hinges=(2e-5, 2e-4),
-    token_limit=600,
-)
-OBJECTIVE = StepObjective(1.0, 0.1, budget=BudgetParams("tidemill", 0.08))
 AMPLE, SHORT = 2 * 8000, 2 * 300
 CONFIG = SchedulerConfig(AMPLE, 4096, max_num_waiting=2000, max_queue_time=UNLIMITED_QUEUE)
 POLICIES = ("goodput", "goodput-strict", "apt", "fcfs", "no-preempt", "larry")

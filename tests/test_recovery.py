@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import shutil
-import sqlite3
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -13,6 +12,7 @@ import httpx
 import pytest
 from batch_tools import batch_server, check_ended, jsonl, leftovers, line, open_folder, submit, until, upload
 from recording_disk import NO_SPACE, FaultyDisk
+from test_journal import sql
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
@@ -48,14 +48,6 @@ async def begin(folder: StateFolder, status: str = "in_progress") -> BatchJob:
     journal.close()
     sql(folder.root, "UPDATE batches SET status = ? WHERE id = ?", status, batch.id)
     return batch
-
-
-def sql(root: Path, query: str, *values: Any) -> list[Any]:
-    connection = sqlite3.connect(root / "tidemill.db", isolation_level=None)
-    try:
-        return connection.execute(query, values).fetchall()
-    finally:
-        connection.close()
 
 
 def found(root: Path) -> set[str]:
