@@ -342,8 +342,8 @@ async def test_a_child_that_gets_no_time_is_continued_until_it_is_done(monkeypat
     """The last attempt has no limit on the clock; it starts from the notes of those before it."""
     with pytest.raises(ChildError, match="no core had time for it within 0 s"):
         await run_child(int, turns=(Turn("idle", 0.0, 9.0), Turn("low", 0.0, 9.0)))
-    numbers, chats = range(10**8), iter([True, True])  # what adds them is stopped, goes on, and gets its share
-    options: Any = {"turns": [Turn("idle", 1.0, 1e-4)], "busy": lambda: next(chats, False)}
+    numbers, chats = range(10**8), iter([True] * 10)  # a child that is stopped is not replaced, and goes on
+    options: Any = {"turns": [Turn("idle", 0.1, -1.0)], "busy": lambda: next(chats, False)}
     assert await run_child(sum, numbers, **options) == sum(numbers)
     assert [turn.priority for turn in TURNS] == ["idle", "low"] and math.isinf(TURNS[-1].seconds)
 

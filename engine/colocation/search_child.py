@@ -4,8 +4,8 @@
 standard input. It writes frames to standard output: the length in 8 bytes, then a pickled (is result, value). It exits
 with its parent process PARENT.
 
-Even at idle priority a child slows down steps that use all cores, on two cores by a quarter. A stopped child does not,
-so there a child is stopped for most of the time in which chats run (`Duty`).
+Even at idle priority a child slows down steps that use all cores. A stopped child does not, so a child beside such
+steps is stopped for most of the time in which chats run (`Duty`).
 
 A child first runs at idle priority. If it gets at most LEAST_SHARE of a core in IDLE_SECONDS, not counting the time in
 which it is stopped, the machine has no idle core. Then another child continues from the notes of the first at a low
@@ -156,7 +156,7 @@ async def _watch(
         await asyncio.sleep(LOOK_SECONDS)
         passed = clock() - began
         allowed += passed if duty.runs else 0.0
-        if clock() - looked >= turn.seconds:
+        if clock() - looked >= turn.seconds and allowed >= min(turn.seconds, BURST):
             activity = read_activity([process.pid])
             before, spent = spent, 0.0 if activity is None else sum(each.cpu for each in activity.threads.values())
             if spent - before <= turn.share * allowed:
