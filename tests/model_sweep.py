@@ -48,8 +48,8 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
 - **CPU**: native kernels compute linear layers, the experts of mixtures, attention and known decoder layers; other
   layers (with experts, latent attention, recurrent layers) run as modules. The log states how many layers are known.
 - **GPU**: attention uses the Triton kernels if heads have 16 to 256 elements in multiples of 16 bytes, without CUDA
-  graphs. `qwen3_moe`, `mixtral` and `gpt_oss` in bfloat16 run through native layers there, with torch's grouped product
-  and CUDA graphs, unless `--lora`, `--quantization`, `--offload-weights`, `--tensor-parallel-size` or `--overload` is
+  graphs. Native layers with CUDA graphs run `qwen3_moe`, `mixtral` and (not tried on a device yet) `gpt_oss` in
+  bfloat16, unless `--lora`, `--quantization`, `--offload-weights`, `--tensor-parallel-size` or `--overload` is
   set.
 - **Cache**: `--kv-cache-dtype int8` is refused. If keys and values have different widths (DeepSeek-V2/V3), cells
   have the larger one.

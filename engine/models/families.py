@@ -193,7 +193,7 @@ def _check_qwen3_moe(config: Config) -> None:
 
 _LLAMA_BIAS = ("attention_bias", False)
 _OPT_BIAS = ("enable_bias", True)
-_NEOX_BIAS = ("attention_bias", True)
+_ATTENTION_BIAS = ("attention_bias", True)
 
 _GEMMA2 = Family(
     name="gemma2",
@@ -297,8 +297,8 @@ FAMILIES: tuple[Family, ...] = (
         gated_mlp=False,
         gqa=False,
         head_dim_key=False,
-        qkv_bias=_NEOX_BIAS,
-        out_bias=_NEOX_BIAS,
+        qkv_bias=_ATTENTION_BIAS,
+        out_bias=_ATTENTION_BIAS,
         mlp_bias=True,
         parallel_residual=("use_parallel_residual", True),
     ),
@@ -325,7 +325,6 @@ _MIXTRAL = replace(
         "intermediate_size",
     ),
 )  # fmt: skip
-_GPT_OSS_BIAS = ("attention_bias", True)
 _GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
@@ -333,8 +332,8 @@ _GPT_OSS = Family(
     eps_default=1e-5,
     kv_heads_default=8,
     head_dim_default=64,
-    qkv_bias=_GPT_OSS_BIAS,
-    out_bias=_GPT_OSS_BIAS,
+    qkv_bias=_ATTENTION_BIAS,
+    out_bias=_ATTENTION_BIAS,
     mlp_bias=True,
     window="patterned",
     window_default=128,

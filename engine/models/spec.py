@@ -98,8 +98,8 @@ class ModelShape:
 
 class ExpertSizes(NamedTuple):
     """Experts of every layer: their number, the number per token, their inner width, and whether the weights of a
-    token's experts add up to 1 and are rounded to the model's type. `clamp`: gain of the gate's sigmoid, and largest
-    value of the gate and magnitude of what it multiplies; None for a usual gate."""
+    token's experts add up to 1 and are rounded to the model's type. `clamp`: gain of the gate's sigmoid, and limit
+    of the gate and its factor; a usual gate has None."""
 
     total: int
     per_token: int
