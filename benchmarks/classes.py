@@ -6,7 +6,9 @@ them. vLLM gets one priority for each class (the lower value goes first) and cli
 and `--rows` limit its steps. One server runs at a time, with the same arrivals and words.
 
 A request is within its promise if the client measured its TTFT and the nearest-rank P99 of its gaps, or the time of the
-whole answer, within the limits. `judged` and `missed` are the server's own counts.
+whole answer, within the limits. `judged` and `missed` are the server's own counts. With `--beside`, processes that
+compute all the time run from before the server starts until it ends. The last line of this server's table shows what it
+has learned by then.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from typing import Any
 from benchmarks import colocation, live
 from benchmarks.frame import Table
 from benchmarks.machine import describe
+from benchmarks.neighbours import restless
 from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
 from benchmarks.weights import LAYERS, make_checkpoint
@@ -59,6 +62,12 @@ TABLE = Table({
     "class": "8", "requests": "8d", "refused": "7d", "within": "8.2%", "TTFT P99 ms": "11.0f", "TBT P99 ms": "10.1f",
     "e2e P99 s": "9.2f", "judged": "6.0f", "missed": "6.0f",
 })  # fmt: skip
+LEARNED = {
+    "budget searches": 'tidemill_budget_searches_total{outcome="made"}',
+    "failed": 'tidemill_budget_searches_total{outcome="failed"}',
+    "new fits of the latency model": 'tidemill_model_refits_total{outcome="adopted"}',
+    "not adopted": 'tidemill_model_refits_total{outcome="refused"}',
+}
 JUDGED = 'tidemill_slo_class_{kind}_requests_total{{slo_class="{name}"}}'
 
 Records = dict[str, list[RequestRecord]]
@@ -111,6 +120,12 @@ def show(name: str, records: Sequence[RequestRecord], good: float, bad: float) -
     return TABLE.line(name, len(records), refused, sum(kept) / len(kept), *cells)
 
 
+async def learned(url: str) -> str:
+    """Return a line with the searches and fits of this server since its start."""
+    page = await live.metrics_page(url)
+    return ", ".join(f"{live.read_metric(page, metric):.0f} {name}" for name, metric in LEARNED.items())
+
+
 def measure(engine: Engine, url: str, args: argparse.Namespace, words: Any) -> None:
     """Measure an engine after a minute of the same load, and print its table."""
     asyncio.run(send(url, engine, args.learning, args.seed + 1000, args, words))
@@ -122,6 +137,8 @@ def measure(engine: Engine, url: str, args: argparse.Namespace, words: Any) -> N
         print(show(name, records, *(late - early for late, early in zip(after[name], before[name], strict=True))))
     output, prompt = colocation.split_of(lines)
     print(f"{lines:.2f} offline lines/s, {output:.0f} output tok/s, {prompt:.0f} prompt tok/s", flush=True)
+    if engine.offline is None:
+        print(asyncio.run(learned(url)), flush=True)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -134,6 +151,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--job-rate", type=float, default=2_500.0, help="tokens/s for which the job has lines; 0: no job"
     )
+    parser.add_argument("--beside", type=int, default=0, help="processes that compute all the time")
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model, fewer on a slow machine")
     parser.add_argument("--tokens", type=int, default=128, help="vLLM's tokens a step")
     parser.add_argument("--rows", type=int, default=16, help="vLLM's rows a step")
@@ -146,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve, send, print."""
     args = parse(argv)
     shape = f"{colocation.OFFLINE_PROMPT}/{colocation.OFFLINE_OUTPUT}"
-    model = f"{args.layers} layers in {args.dtype}"
+    model = f"{args.layers} layers in {args.dtype}, beside {args.beside} busy processes"
     print(f"three classes at {args.rate:g} chats/s beside {shape} lines, {model}; {describe()}", flush=True)
     flags = [word for load in CLASSES.values() for word in ("--slo", load.slo)]
     engines = [] if args.only_vllm else [finders.tidemill(args.threads, args.dtype, *flags)]
@@ -157,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder.mkdir()
         words = make_checkpoint(folder, args.dtype, args.layers)
         for engine in engines:
-            with ExitStack() as stack:
+            with restless(args.beside), ExitStack() as stack:
                 for _, served in start_all([engine], folder, stack):
                     measure(engine, served.url, args, words)
 
