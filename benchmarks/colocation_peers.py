@@ -30,7 +30,7 @@ from benchmarks.machine import describe, provenance
 from benchmarks.neighbours import restless
 from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
-from benchmarks.weights import make_checkpoint
+from benchmarks.weights import LAYERS, make_checkpoint
 from loadgen.arrivals import RateCurve, constant_rate, sine
 
 BEST_KEPT = 0.95
@@ -206,6 +206,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ttft", type=float, default=1.0, help="TTFT limit in seconds")
     parser.add_argument("--tbt", type=float, default=0.15, help="limit on the P99 of a request's gaps in seconds")
     parser.add_argument("--loads", type=loads_of, default=("steady",), help=f"some of {', '.join(LOADS)}")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model, fewer on a slow machine")
     parser.add_argument("--sweep", action="store_true", help="measure vLLM at every pair of --tokens and --rows")
     parser.add_argument("--tokens", type=numbers_of, default=(64, 128, 256, 512, 2048), help="vLLM's tokens a step")
     parser.add_argument("--rows", type=numbers_of, default=(4, 16, 64), help="vLLM's rows a step")
@@ -221,15 +222,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"
     about = (
-        f"co-location: random 134.5 M Llama, {args.dtype}, {args.threads} threads, SLO {slo}, {args.rate} chats/s of "
-        f"{colocation.ONLINE_PROMPT}/{colocation.ONLINE_OUTPUT} beside {colocation.OUTSTANDING} clients (or a batch "
-        f"job) of {colocation.OFFLINE_PROMPT}/{colocation.OFFLINE_OUTPUT}; {describe()}"
+        f"co-location: random Llama of {args.layers} layers, {args.dtype}, {args.threads} threads, SLO {slo}, "
+        f"{args.rate} chats/s of {colocation.ONLINE_PROMPT}/{colocation.ONLINE_OUTPUT} beside {colocation.OUTSTANDING} "
+        f"clients (or a batch job) of {colocation.OFFLINE_PROMPT}/{colocation.OFFLINE_OUTPUT}; {describe()}"
     )
     print(about, flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
         folder.mkdir()
-        words = make_checkpoint(folder, args.dtype)
+        words = make_checkpoint(folder, args.dtype, args.layers)
         ours = finders.tidemill(args.threads, args.dtype, "--slo", slo)
         arms = [arm for engine in (ours, *points_of(args)) for arm in arms_of(engine)]
         compare(arms, folder, args, source=words)
