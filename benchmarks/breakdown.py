@@ -66,11 +66,10 @@ async def measure(url: str, chats: int, seconds: float, seed: int, words: Any) -
         windows=Windows(horizon=seconds, drain=0.0),
         source=words,
     )
-    watch = live.Watch((STEPS, TIME, PREDICTED, LEFT, USED, TOKENS), 0.5)
+    watch = live.Watch((STEPS, TIME, PREDICTED, LEFT, USED, TOKENS), live.look_interval(seconds))
     records = await live.run(plan, watch)
     grown = {name: sum(more for at, more in watch.grown(name) if counts(at, seconds)) for name in watch.names}
-    looks = [at for at, _ in watch.seen[STEPS] if counts(at, seconds)]
-    span = looks[-1] - looks[0]
+    span = live.GRID_SECONDS * sum(counts(at, seconds) for at, _ in watch.grown(STEPS))
     made = [record for record in records.requests if record.service_class == "online"]
     events = [at for record in made for at in record.chunk_at if counts(at, seconds)]
     gaps = [gap for record in made for gap in record.gaps().tolist()]

@@ -143,7 +143,7 @@ async def run_arm(
     """One arm on a server that is quiet before, by the metrics named so; a job is uploaded inside it: that is part of
     it."""
     await wait_quiet(url, quiet)
-    watch = Watch((TOKENS,), 0.5) if tier == JOB else None
+    watch = Watch((TOKENS,), live.look_interval(seconds)) if tier == JOB else None
     records = await live.run(plan_arm(url, arrivals, seconds, tier, seed, **settings), watch)
     for job in records.jobs:
         check_job(job)

@@ -97,7 +97,7 @@ async def run_scenario(url: str, name: str, case: Case) -> Outcome:
         plan = live.plan_for(url, case.seed + 1, online=rows, windows=replace(windows, drain=WINDOWS[1] * case.seconds))
         found, lines = await asyncio.gather(live.run(chats), live.run(plan))
         return Outcome(found.requests, *judge_lines(lines.requests, case))
-    watch = live.Watch((colocation.TOKENS,), 0.5)
+    watch = live.Watch((colocation.TOKENS,), live.look_interval(case.seconds))
     found = await live.run(replace(chats, jobs=case.made.jobs, offline_mode="batch", wait_offline=True), watch)
     kept = sum(map(lines_kept, found.jobs)) / sum(job.lines for job in found.jobs)
     return Outcome(found.requests, watch.grown(colocation.TOKENS), kept, max(job.polls[-1].at for job in found.jobs))

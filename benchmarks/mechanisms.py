@@ -133,7 +133,7 @@ async def beside(url: str, args: argparse.Namespace) -> tuple[list[float], list[
     seconds = AFTER_REFIT[1]
     arrivals = colocation.poisson(constant_rate(args.rate), seconds, args.seed)
     lines = Job(fixed(int(100 * seconds), colocation.OFFLINE_PROMPT, colocation.OFFLINE_OUTPUT))
-    watch = live.Watch((colocation.TOKENS,), 0.5)
+    watch = live.Watch((colocation.TOKENS,), live.look_interval(seconds))
     plan = live.plan_for(
         url,
         args.seed,

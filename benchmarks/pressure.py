@@ -65,7 +65,7 @@ OPT_CONFIG: dict[str, Any] = {
     "pad_token_id": 0,
 }
 """The demo model's sizes without rotary embeddings; the two matrices of its MLP hold what the demo's three do."""
-SAMPLE_SECONDS = 0.05
+SAMPLE_SECONDS = 0.5
 BURST = 32
 COUNTED = ("preemptions", "prefill_tokens", "decode_tokens")
 MOVED = ("swap_out", "swap_in", "restore")

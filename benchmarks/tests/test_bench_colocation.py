@@ -1,5 +1,7 @@
 """The benchmark of co-location on the load generator's records: plans, jobs, rates and the plot."""
 
+import asyncio
+import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from batch_tools import FAST, open_folder
 from fake_engine import serve
 
-from benchmarks import colocation
+from benchmarks import colocation, live
 from benchmarks.colocation import JOB, Run, check_job, delivered, draw, output_of, plan_arm, poisson
 from benchmarks.colocation_plot import rate
 from engine.build import build_engine, plan_launch
@@ -51,6 +53,29 @@ def test_every_arm_is_a_plan_of_the_load_generator() -> None:
         assert bool(plan.jobs) == (tier is not None)
         if plan.online is not None:
             assert plan.body(plan.maker(), plan.online, 0, 0)["max_tokens"] == colocation.ONLINE_OUTPUT
+
+
+def test_growth_between_two_looks_is_even() -> None:
+    assert [live.look_interval(seconds) for seconds in (1.0, 40.0, 600.0)] == [0.05, 2.0, 5.0]
+    watch = live.Watch(("tokens",), 2.0, {"tokens": [(0.5, 10.0), (2.5, 18.0), (3.0, 18.0)]})
+    assert watch.grown("tokens") == [(1.0, 2.0), (1.5, 2.0), (2.0, 2.0), (2.5, 2.0), (3.0, 0.0)]
+    assert not watch.grown("other")
+
+
+async def test_a_watch_looks_once_more_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, looked = iter(["tokens 1", "tokens 4"]), asyncio.Event()
+
+    async def read_page(_client: object) -> str:
+        looked.set()
+        return next(pages)
+
+    monkeypatch.setattr(live, "read_page", read_page)
+    watch = live.Watch(("tokens",), 60.0)
+    follower = asyncio.create_task(watch.follow("http://127.0.0.1:1", time.monotonic()))
+    await looked.wait()
+    follower.cancel()
+    await asyncio.wait([follower])
+    assert [total for _, total in watch.seen["tokens"]] == [1.0, 4.0]
 
 
 def test_offline_tokens_count_when_they_come_and_a_prompt_with_its_first_token() -> None:
