@@ -263,8 +263,7 @@ def test_replays_are_deterministic_and_complete() -> None:
 
     def run() -> Any:
         core = EngineCore(CONFIG, model=MODEL)
-        driver = VirtualDriver(core, PredictedRunner(MODEL), workload.online(1024), workload.offline(1024, 1))
-        return driver.run(10.0)
+        return VirtualDriver(core, PredictedRunner(MODEL), workload.online(1024), workload.offline(1024, 1)).run(10.0)
 
     one, other = run(), run()
     assert [r.token_times for r in one.online] == [r.token_times for r in other.online]
@@ -369,11 +368,13 @@ def test_refused_and_abandoned_requests_are_part_of_the_load() -> None:
     keeper.on_refused(RequestClass.ONLINE, 70, 5.0)
     keeper.on_refused(RequestClass.OFFLINE, 70, 6.0)
     keeper.on_step(STEP, 0.0082, [output_of("left", 1, 0.2)], 7.0)
-    keeper.on_end(output_of("left", 0, 0.2, reason=FinishReason.ABORT), 7.5)
+    for offline in (False, True):
+        keeper.on_end(output_of("left", 0, 0.2, reason=FinishReason.ABORT, offline=offline), 7.5)
     assert list(keeper.load.arrivals) == [OnlineArrival(5.0, Lengths(70, 0)), OnlineArrival(0.0, Lengths(10, 0))]
     keeper.on_step(STEP, 0.0082, [output_of("good", 1, 0.1, reason=FinishReason.STOP)], 8.0)
     known = {a.lengths for a in resample(tuple(keeper.load.arrivals), 1.0, 100, seed=1)}
     assert known == {Lengths(70, 1), Lengths(10, 1)}, "an output nobody knows is that of another request"
+    assert keeper.stats(8.0).offline_tokens == 0, "a line that was cancelled in the queue has computed nothing"
 
 
 def test_what_the_engine_asks_of_itself_is_no_work_and_is_not_judged() -> None:

@@ -285,7 +285,7 @@ class Colocation:
     def _on_offline(self, output: RequestOutput, now: float) -> None:
         self._offline_seen = now
         self._offline_tokens += len(output.token_ids)
-        if output.num_output_tokens == len(output.token_ids):  # the first output tokens
+        if output.token_ids and output.num_output_tokens == len(output.token_ids):  # the first output tokens
             self._offline_tokens += output.num_prompt_tokens
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.load.remember_offline(_lengths(output))
