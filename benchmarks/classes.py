@@ -6,9 +6,9 @@ them. vLLM gets one priority for each class (the lower value goes first) and cli
 and `--rows` limit its steps. One server runs at a time, with the same arrivals and words.
 
 A request is within its promise if the client measured its TTFT and the nearest-rank P99 of its gaps, or the time of the
-whole answer, within the limits. `judged` and `missed` are the server's own counts. With `--beside`, processes that
-compute all the time run from before the server starts until it ends. The last line of this server's table shows what it
-has learned by then.
+whole answer, within the limits. `judged` and `missed` are the server's own counts. `--beside` starts
+processes that compute all the time before each server, and ends them after it. The last line of this server's table
+counts its budget searches and its new fits of the latency model.
 """
 
 import argparse

@@ -323,7 +323,7 @@ def test_a_job_with_finished_lines_is_judged_by_them() -> None:
 
 
 def test_without_any_experience_the_machine_is_taken_for_idle() -> None:
-    assert not Forecast(EngineStats).first(a_batch("x", 10, 0), 10**9, 0.0).misses, "nobody can tell"
+    assert not Forecast(EngineStats).first(a_batch("x", 10, 0), 10**9, 0.0).misses, "no cost is known yet"
     forecast = Forecast(lambda: EngineStats(token_costs=TokenCosts(0.001, 0.01)))
     hopeless, easy = a_batch("x", 60, 0), a_batch("y", 86_400, 0)
     assert forecast.first(hopeless, 10_000_000, 0.0).misses
