@@ -3,6 +3,8 @@
 import asyncio
 import csv
 import json
+import re
+import sys
 from collections.abc import AsyncIterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler
@@ -29,7 +31,6 @@ from gateway.commands.batch_client import BatchClient
 from gateway.commands.chat import ChatError, ChatOptions, RefusedError
 from gateway.server import bind
 from tidemill import Batch, BatchResult, tables
-from tidemill.journal import Journal
 from tidemill.recipe import Recipe, is_final
 
 ROWS = [{"id": 1, "text": 'one, "quoted"'}, {"id": 2, "text": "two\nlines\u2028"}, {"id": 3, "text": "drei ü"}]
@@ -79,6 +80,11 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 async def num_batches(served: Served) -> int:
     async with client_of(served) as client:
         return len([batch async for batch in client.batches.list()])
+
+
+async def num_lines(served: Served) -> int:
+    async with client_of(served) as client:
+        return sum([batch.request_counts.total async for batch in client.batches.list() if batch.request_counts])
 
 
 @pytest.mark.parametrize("source", ["in.jsonl", "in.csv", "in.tsv", "in.parquet"])
@@ -141,10 +147,10 @@ async def test_a_second_run_sends_what_has_no_result(
     assert not output.exists() and await num_batches(served) == 2
     assert (await ask(prompt="{text}")).failed == 0 and await num_batches(served) == 3
     assert (await ask(prompt="{text}")).total == 6 and await num_batches(served) == 3, "nothing is missing"
-    write(source, [*ROWS, ROWS[1] | {"text": "new"}])
-    assert len(list(await ask(prompt="{text}"))) == 4 and await num_batches(served) == 4, "one row is new"
+    write(source, [ROWS[1] | {"text": "new"}, *ROWS[::-1]])
+    assert len(list(await ask(prompt="{text}"))) == 4 and await num_lines(served) == 7, "one row is new"
     await ask(prompt="Rate {text}")
-    assert await num_batches(served) == 6, "another prompt is another request"
+    assert await num_lines(served) == 11, "another prompt is another request"
 
 
 async def test_a_batch_whose_creation_was_not_answered_is_found(served: Served, tmp_path: Path) -> None:
@@ -179,10 +185,13 @@ async def test_a_run_waits_for_a_server_that_restarts(tokenizer: Tokenizer, tmp_
 async def test_a_cancelled_run_leaves_its_batches(tokenizer: Tokenizer, tmp_path: Path) -> None:
     held = batch_server(tokenizer, tmp_path / "state", ANSWER, hold_after=0, limits=FAST)
     async with held as (served, client):
+        (tmp_path / "soft.csv").symlink_to("out.csv")
+        (tmp_path.parent / "link").symlink_to(tmp_path)
         task = asyncio.create_task(run(served, ROWS, tmp_path / "out.csv", prompt="{text}"))
         await served.engine.wait_for_event("add")
-        with pytest.raises(ConfigError, match="another process writes this output"):
-            await run(served, ROWS, tmp_path / "out.csv", prompt="{text}")
+        for name in ("out.csv", "../link/out.csv", "soft.csv"):
+            with pytest.raises(ConfigError, match="another process writes this output"):
+                await run(served, ROWS, tmp_path / name, prompt="{text}", force=True)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -266,12 +275,33 @@ def test_refused_before_anything_is_sent(
     assert code == 2 and words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("kills", [6, pytest.param(70, marks=pytest.mark.slow)])
+async def test_kills_at_random_instants(served: Served, tmp_path: Path, suffix: str, kills: int) -> None:
+    """Each row of each table has its answer once, and few lines run twice."""
+    script = str(Path(__file__).with_name("batch_run_killer.py"))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, script, served.url, str(tmp_path), suffix, str(kills), stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    counts = json.loads(out)
+    assert counts["kills"] == kills and await num_lines(served) <= counts["lines"] + 15 * kills
+
+
 async def test_the_command(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output = write(tmp_path / "in.csv", ROWS), tmp_path / "out.csv"
     argv = ["batch", "run", str(source), "-o", str(output), "--url", served.url, "--prompt", "{text}"]
     assert await asyncio.to_thread(cli.main, [*argv, "--max-tokens", "60"]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{output}: 3 rows\n" and "completed: 3/3 lines" in captured.err
+    flags = ["--limit", "2", "--max-tokens", "60", "--price-in", "1000", "--price-out", "10000"]
+    assert await asyncio.to_thread(cli.main, [*argv, "--dry-run", *flags]) == 0
+    request, work = capsys.readouterr().out.split("\n}\n")
+    assert json.loads(request + "}")["messages"][0]["content"] == ROWS[0]["text"]
+    assert re.match(r"2 rows, about \d\d prompt tokens and at most 120 output tokens\n", work)
+    assert re.search(r"price: about 1\.\d\d\n$", work)
+    assert await num_batches(served) == 1 and output.stat().st_size > 0, "nothing was sent"
     assert await asyncio.to_thread(cli.main, [*argv, "--model", "gpt-4o-mini"]) == 1
     captured = capsys.readouterr()
     assert "fake-model" in captured.err, "the error names the models of the server"
@@ -434,21 +464,3 @@ async def test_a_bucket_of_s3(served: Served, tmp_path: Path, monkeypatch: pytes
         assert await num_batches(served) == 1, "the second run had nothing to send"
         with pytest.raises(ConfigError, match="none"):
             await run(served, "s3://bucket/none.csv", prompt="{text}")
-
-
-def test_a_journal_of_a_killed_process(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    (tmp_path / "more").write_bytes(b'{"custom_id": "4-a", "n": 1}\n{"custom_id": "0-b"}')
-    journal.add_results(tmp_path / "more")
-    journal.close()
-    with (tmp_path / "results.jsonl").open("ab") as file:
-        file.write(b'{"custom_id": "1-c"')
-    journal = Journal(tmp_path)
-    assert journal.result(4, "4-a") == {"custom_id": "4-a", "n": 1} and journal.result(0, "0-b")
-    assert (
-        journal.result(4, "4-other") is None and journal.result(1, "1-c") is None and journal.result(9, "9-x") is None
-    )
-    (tmp_path / "more").write_bytes(b'{"custom_id": "1-c"}\n')
-    journal.add_results(tmp_path / "more")
-    assert journal.result(1, "1-c") is not None
-    journal.close()

@@ -34,6 +34,8 @@ def test_generate_chat_and_map() -> None:
             [{"x": "Italy"}, {"x": "Norway"}], "Capital of {x}?", schema=SCHEMA, temperature=0, max_tokens=30
         )
         assert [row["x"] for row in rows] == ["Italy", "Norway"] and {row["city"] for row in rows} <= {"Rome", "Oslo"}
+        with pytest.raises(ConfigError, match="already has a column 'city'"):
+            llm.map([{"x": "Italy", "city": "mine"}], "{x}", schema=SCHEMA)
         with pytest.raises(AnswerError, match="temperature"):
             llm.chat([question], temperature=-1)
     llm.close()

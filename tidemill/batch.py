@@ -7,11 +7,12 @@ was interrupted continues: the second run with the same output sends only the ro
 
 import asyncio
 import os
+import sys
 import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,18 @@ from typing import Any
 from engine.errors import ConfigError
 from gateway.commands.batch_client import BatchClient, BatchProgress
 from gateway.commands.chat import server_options
-from tidemill import tables
+from gateway.commands.outputs import disk_error, same_file
+from tidemill import stores, tables
+from tidemill.cells import Row, json_line
+from tidemill.estimate import Estimate, estimate
 from tidemill.journal import Journal
 from tidemill.recipe import Recipe
+from tidemill.rows import SourceRows
 from tidemill.run import TableRun
-from tidemill.tables import Row
+
+
+def _tell(message: str) -> None:
+    print(f"tidemill: {message}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,7 @@ class BatchResult:
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows of the output."""
-        if self.output is None or tables.scheme_of(self.output):
+        if self.output is None or stores.scheme_of(self.output):
             return iter(self.rows)
         return tables.read_rows(Path(self.output))
 
@@ -47,13 +55,17 @@ class BatchResult:
 class Batch:
     """A table, a prompt for its rows, and where the rows with answers go.
 
-    source: rows as dicts, a DataFrame, or a JSONL, CSV, TSV or Parquet file as a path or an `https://`, `s3://`,
+    source: rows as dicts, a DataFrame, or a JSONL, JSON, CSV, TSV or Parquet file as a path or an `https://`, `s3://`,
         `gs://` or `az://` URL. Without a prompt, rows are lines of OpenAI's batch files.
     output: path or URL; None returns the rows in the result and keeps nothing for a later run.
-    prompt, system, schema, map_model, max_tokens, body: see `Recipe`; `schema` may be a class of pydantic.
+    prompt, system, schema, map_model, max_tokens, body, answer, prefix: see `Recipe`; `schema` may be a class of
+        pydantic.
+    limit: number of rows that are read. encoding: of a text file. force: replace an output that no run has written.
+    retry_failed: send the rows again that have failed for good.
     model: default: the model of the server. url, api_key: default: $TIDEMILL_URL and $TIDEMILL_API_KEY.
     window: completion window of the batches, e.g. "24h".
     follow: called with a batch object that sums up all batches, about once a second; None shows a progress bar.
+    tell: called with a warning; default: standard error.
 
     Raises ConfigError if an argument is invalid.
     """
@@ -72,64 +84,131 @@ class Batch:
     url: str | None = None
     api_key: str | None = None
     follow: Callable[[dict[str, Any]], None] | None = None
+    prefix: str = ""
+    limit: int | None = None
+    encoding: str | None = None
+    force: bool = False
+    retry_failed: bool = False
+    tell: Callable[[str], None] = _tell
 
     def run(self) -> BatchResult:
         """Run to the end. An interrupted run leaves its batches running.
 
         Raises ConfigError if an input or output cannot be used, ChatError if the server cannot be reached or refuses.
         """
-        return self._run(threading.Event())
+        return self._checked_run(threading.Event())
 
     async def run_async(self) -> BatchResult:
         """Run in a thread. After a cancellation the batches continue on the server."""
         stop = threading.Event()
         try:
-            return await asyncio.to_thread(self._run, stop)
+            return await asyncio.to_thread(self._checked_run, stop)
         finally:
             stop.set()
 
-    def _run(self, stop: threading.Event) -> BatchResult:
+    def _checked_run(self, stop: threading.Event) -> BatchResult:
+        try:
+            return self._run(stop)
+        except OSError as error:
+            raise disk_error(Path(self._output or tempfile.gettempdir()), error) from None
+
+    def estimate(self) -> Estimate:
+        """Check the table, and return the first request and the expected amount of work. No row is sent."""
+        with _folder() as folder:
+            rows = self._rows(folder)
+            _target(self._output, folder)
+            return estimate(BatchClient(server_options(self.url, self.api_key)), rows)
+
+    @property
+    def _output(self) -> str | None:
+        return None if self.output is None else os.fspath(self.output)
+
+    def _rows(self, folder: Path) -> SourceRows:
+        """Return the rows of the source after a check of all."""
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError("--limit must be at least 1")
         schema = self.schema.model_json_schema() if hasattr(self.schema, "model_json_schema") else self.schema
         recipe = Recipe(
-            self.prompt, self.system, schema, self.model, self.max_tokens, self.body, self.answer, self.map_model
-        )
+            self.prompt, self.system, schema, self.model, self.max_tokens, self.body, self.answer, self.map_model,
+            self.prefix,
+        )  # fmt: skip
+        rows = SourceRows(_source(self.source, folder), recipe, self.limit, self.encoding)
+        rows.check()
+        for warning in rows.warnings:
+            self.tell(warning)
+        return rows
+
+    def _run(self, stop: threading.Event) -> BatchResult:
         client = BatchClient(server_options(self.url, self.api_key))
-        output = None if self.output is None else os.fspath(self.output)
+        output = self._output
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidemill-")))
-            source, target = _source(self.source, folder), _target(output, folder)
-            journal = Journal(_journal_folder(output) or folder / "run")
+            folder = stack.enter_context(_folder())
+            target = _target(output, folder)
+            if isinstance(self.source, str | os.PathLike) and (
+                os.fspath(self.source) == output or same_file(Path(self.source), target)
+            ):
+                raise ConfigError(f"{output}: the output is the input; choose another file")
+            rows = self._rows(folder)
+            tables.check_output(target, rows.columns)
+            journal = Journal(_journal_folder(output) or folder / "run", target)
             stack.callback(journal.close)
+            self._check_owned(journal, output)
             progress = BatchProgress()
             if self.follow is None:
                 stack.callback(progress.end)
-            run = TableRun(client, journal, recipe, source, self.window, self.follow or progress.show, stop, folder)
-            run.check()
+            follow = self.follow or progress.show
+            run = TableRun(client, journal, rows.recipe, rows, self.window, follow, self.tell, stop, self.retry_failed)
             run.to_the_end()
             counts = run.write(target)
-            if output is not None and tables.scheme_of(output):
-                tables.put(target, output)
-            rows = () if output is not None else tuple(tables.read_rows(target))
+            if output is not None and stores.scheme_of(output):
+                stores.put(target, output)
+            found = () if output is not None else tuple(tables.read_rows(target))
             answered = counts.pop("", 0)
-            return BatchResult(answered + counts.total(), counts.total(), dict(counts.most_common()), output, rows)
+            return BatchResult(answered + counts.total(), counts.total(), dict(counts.most_common()), output, found)
+
+    def _check_owned(self, journal: Journal, output: str | None) -> None:
+        """Raise ConfigError if the output exists and no run has begun to write it."""
+        if output is None or self.force or not journal.is_empty:
+            return
+        if stores.exists(output) if stores.scheme_of(output) else os.path.lexists(output):
+            raise ConfigError(f"{output}: the file exists and is not the work of this command; --force replaces it")
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Yield a folder for temporary files."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="tidemill-")
+    except OSError as error:
+        raise ConfigError(f"no folder for temporary files: {error.strerror or error}; set TMPDIR") from None
+    with folder:
+        yield Path(folder.name)
 
 
 def _source(source: Any, folder: Path) -> Path:
     """Return a local file with the rows of `source`."""
-    if isinstance(source, str) and tables.scheme_of(source):
+    if isinstance(source, str) and stores.scheme_of(source):
         path = folder / f"source{tables.check_suffix(source.partition('?')[0])}"
-        tables.fetch(source, path)
+        stores.fetch(source, path)
         return path
     if isinstance(source, str | os.PathLike):
-        tables.check_suffix(os.fspath(source))
-        return Path(source)
+        path = Path(source)
+        tables.check_suffix(path.name)
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: the source must be a plain file, because it is read more than once")
+        return path
     if hasattr(source, "to_dict"):  # a DataFrame
         source = source.to_dict("records")
     if not isinstance(source, Iterable):
         raise ConfigError("the source must be a path, a URL, a DataFrame or rows as dicts")
     path = folder / "source.jsonl"
-    with path.open("wb") as file:
-        file.writelines(map(tables.json_line, source))
+    try:
+        with path.open("wb") as file:
+            file.writelines(map(json_line, source))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the rows cannot be written as JSON: {error}") from None
+    except OSError as error:
+        raise disk_error(folder, error) from None
     return path
 
 
@@ -138,8 +217,8 @@ def _target(output: str | None, folder: Path) -> Path:
     if output is None:
         return folder / "output.jsonl"
     suffix = tables.check_suffix(output)
-    if tables.scheme_of(output):
-        tables.check_writable(output)
+    if stores.scheme_of(output):
+        stores.check_writable(output)
         return folder / f"output{suffix}"
     if not Path(output).absolute().parent.is_dir():
         raise ConfigError(f"{output}: the folder does not exist")
@@ -150,7 +229,7 @@ def _journal_folder(output: str | None) -> Path | None:
     """Return the folder that lets a run with this output continue; None if nothing is kept."""
     if output is None:
         return None
-    if not tables.scheme_of(output):
-        return Path(f"{output}.tidemill")
+    if not stores.scheme_of(output):
+        return Path(f"{os.path.realpath(output)}.tidemill")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "tidemill" / "runs" / uuid.uuid5(uuid.NAMESPACE_URL, output).hex

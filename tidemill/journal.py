@@ -1,22 +1,33 @@
 """The folder beside an output file that lets a run continue: its batches and the results that have arrived.
 
 `batches.jsonl` has a line when a part is about to be submitted, when the server has named its batch, and when the
-results of the batch have arrived. `results.jsonl` holds the lines of output and error files as the server wrote them.
-Both only grow; an incomplete last line of a killed process is cut off.
+results of the batch have arrived. `results.jsonl` holds the lines of output and error files. Both only grow. The first
+field of a line is the CRC-32 of the others: a damaged line is skipped and counted, an incomplete last line of a killed
+process is cut off.
 """
 
 import fcntl
 import json
 import os
+import re
 import shutil
-from array import array
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from engine.errors import ConfigError
+from gateway.batch.result_rows import is_intact, is_sealed
+from gateway.commands.outputs import disk_error
+from tidemill.cells import parse_json
+from tidemill.recipe import is_answer, is_id
+
+BUFFER_BYTES = 1 << 20
+_SEAL = b'{"crc":"%08x",%b\n'
+_SEALED = re.compile(rb'\{"crc":"([0-9a-f]{8})",(.*)\n', re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -27,33 +38,134 @@ class Part:
     batch: str | None = None
 
 
-class Journal:
-    """`folder` is created if it is missing, and locked. Raises ConfigError if it cannot be used."""
+class Log:
+    """A file of JSON lines with checksums. Raises ConfigError if the disk refuses."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = path.open("rb")
+        self.damaged = 0
+        """Number of lines that were skipped."""
+
+    def close(self) -> None:
+        self._file.close()
+        os.close(self._descriptor)
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def lines(self) -> Iterator[tuple[int, Any]]:
+        """Yield the offset and the value of each line; cut off an incomplete last one."""
+        offset = 0
+        self._file.seek(0)
+        while raw := self._file.readline():
+            value = _value(raw)
+            if value is None:
+                self.damaged += 1
+            else:
+                yield offset, value
+            if not raw.endswith(b"\n"):
+                os.ftruncate(self._descriptor, offset)
+                return
+            offset += len(raw)
+
+    def append(self, contents: Iterable[bytes]) -> Iterator[int]:
+        """Add JSON objects and yield their offsets; they are on the disk at the end. An error of the disk adds none."""
+        begin = offset = self.size()
+        buffer = bytearray()
+        try:
+            for content in contents:
+                line = _SEAL % (zlib.crc32(content[1:]), content[1:])
+                buffer += line
+                yield offset
+                offset += len(line)
+                if len(buffer) > BUFFER_BYTES:
+                    self._write(buffer)
+            self._write(buffer)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            os.ftruncate(self._descriptor, begin)
+            raise disk_error(self.path.parent, error) from None
+
+    def _write(self, buffer: bytearray) -> None:
+        while buffer:
+            del buffer[: os.write(self._descriptor, buffer)]
+
+    def read(self, offset: int) -> Any:
+        """Return the value of the line at an offset, None if it is damaged by now."""
+        self._file.seek(offset)
+        return _value(self._file.readline())
+
+
+def _value(raw: bytes) -> Any:
+    """Return the value of a complete line, None if it is damaged."""
+    found = _SEALED.fullmatch(raw)
+    return parse_json(raw) if found is not None and int(found[1], 16) == zlib.crc32(found[2]) else None
+
+
+class Journal:
+    """`folder` is created if it is missing, and locked; `output` is locked if it exists. Raises ConfigError."""
+
+    def __init__(self, folder: Path, output: Path | None = None) -> None:
         self.folder = folder
+        self.work = folder / "work"
+        """Folder for temporary files, without those of a killed run."""
         self.parts: dict[str, Part] = {}
         """Batches whose results have not arrived, by name."""
-        self._offsets = array("q")  # of the newest result by row; -1: there is none
+        self.added = 0
+        """Number of results that have arrived since this object was made."""
+        self._answers: dict[str, int] = {}
+        self._failures: dict[str, int] = {}
+        """Offset of the newest result by id."""
+        self._size = 0
+        """Size that the results had when a batch ended."""
         with ExitStack() as failed:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._batches = failed.enter_context(_open(folder / "batches.jsonl"))
-                self._results = failed.enter_context(_open(folder / "results.jsonl"))
-                fcntl.flock(self._batches, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._batches = Log(folder / "batches.jsonl")
+                failed.callback(self._batches.close)
+                self._output = failed.enter_context(_lock(self._batches.path, output))
+                self._results = Log(folder / "results.jsonl")
+                failed.callback(self._results.close)
+                shutil.rmtree(self.work, ignore_errors=True)
+                self.work.mkdir()
+                for _, event in self._batches.lines():
+                    self._apply(event)
+                for offset, line in self._results.lines():
+                    self._note(offset, line)
             except BlockingIOError:
                 raise ConfigError(f"another process writes this output; end it, or remove {folder}") from None
             except OSError as error:
-                raise ConfigError(f"{folder}: {error.strerror}") from None
+                raise disk_error(folder, error) from None
             failed.pop_all()
-        for _, event in _lines(self._batches):
-            self._apply(event)
-        for offset, line in _lines(self._results):
-            self._note(offset, line)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no run has sent a row."""
+        return not self._batches.size() and not self._results.size()
 
     def close(self) -> None:
-        self._batches.close()
-        self._results.close()
+        """Remove temporary files, and the folder if nothing was recorded. Release the lock."""
+        shutil.rmtree(self.work, ignore_errors=True)
+        logs = (self._batches, self._results)
+        with suppress(OSError):
+            if self.is_empty:
+                for log in logs:
+                    log.path.unlink()
+                self.folder.rmdir()
+        for log in logs:
+            log.close()
+        self._output.close()
+
+    def damage(self) -> str | None:
+        """Describe the lines that this journal has lost."""
+        missing = self._size - self._results.size()
+        if self._batches.damaged or self._results.damaged or missing > 0:
+            lines = self._batches.damaged + self._results.damaged
+            lost = f"{lines} damaged or incomplete lines" if lines else f"{missing} bytes are missing"
+            return f"{self.folder}: {lost}; rows whose answer is lost are sent again"
+        return None
 
     def intend(self, name: str) -> None:
         """Record that a batch is about to be created with `name` in its metadata."""
@@ -64,67 +176,87 @@ class Journal:
 
     def ended(self, name: str) -> None:
         """Record that the results of a part have arrived, or that its batch does not exist."""
-        self._record({"part": name, "ended": True})
+        self._record({"part": name, "ended": True, "size": self._results.size()})
 
-    def add_results(self, path: Path) -> None:
-        """Append the lines of a downloaded file."""
-        self._results.seek(0, os.SEEK_END)
-        begin = self._results.tell()
-        with path.open("rb") as file:
-            shutil.copyfileobj(file, self._results, 1 << 20)
-        if self._results.tell() > begin:
-            self._results.seek(-1, os.SEEK_END)
-            if self._results.read(1) != b"\n":
-                self._results.write(b"\n")
-        self._results.flush()
-        os.fsync(self._results.fileno())
-        for offset, line in _lines(self._results, begin):
-            self._note(offset, line)
+    def add_results(self, path: Path) -> Counter[str]:
+        """Append the lines of a downloaded file. Return the numbers of "damaged", "unknown" and "repeated" ones."""
+        odd: Counter[str] = Counter()
+        found: list[Mapping[str, Any]] = []
+        with path.open("rb") as lines:
+            for offset in self._results.append(_contents(lines, odd, found)):
+                self._note(offset, found.pop())
+                self.added += 1
+        return odd
 
-    def result(self, index: int, custom_id: str) -> Mapping[str, Any] | None:
-        """Return the newest result of a row's request, or None."""
-        if index >= len(self._offsets) or self._offsets[index] < 0:
-            return None
-        self._results.seek(self._offsets[index])
-        line: Mapping[str, Any] = json.loads(self._results.readline())
-        return line if line.get("custom_id") == custom_id else None
+    def result(self, custom_id: str) -> Mapping[str, Any] | None:
+        """Return the newest result of a request, or None. An error replaces no answer."""
+        offset = self._answers.get(custom_id, self._failures.get(custom_id))
+        line: Mapping[str, Any] | None = None if offset is None else self._results.read(offset)
+        return line
 
     def _record(self, event: Mapping[str, Any]) -> None:
-        self._batches.seek(0, os.SEEK_END)
-        self._batches.write(json.dumps(event).encode() + b"\n")
-        self._batches.flush()
-        os.fsync(self._batches.fileno())
+        for _ in self._batches.append([json.dumps(event).encode()]):
+            pass
         self._apply(event)
 
     def _apply(self, event: Mapping[str, Any]) -> None:
-        name = event["part"]
         if "ended" in event:
-            self.parts.pop(name, None)
+            self.parts.pop(event["part"], None)
+            self._size = max(self._size, event["size"])
         else:
-            self.parts[name] = Part(name, event.get("batch"))
+            self.parts[event["part"]] = Part(event["part"], event.get("batch"))
 
     def _note(self, offset: int, line: Mapping[str, Any]) -> None:
-        index = int(str(line["custom_id"]).partition("-")[0])
-        if index >= len(self._offsets):
-            self._offsets.extend([-1] * (index + 1 - len(self._offsets)))
-        self._offsets[index] = offset
+        (self._answers if is_answer(line) else self._failures)[line["custom_id"]] = offset
 
 
-def _open(path: Path) -> BinaryIO:
-    return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+def _lock(log: Path, output: Path | None) -> ExitStack:
+    """Lock the log, and the output if it exists, because it may be the output of another run by another name.
+
+    Raises BlockingIOError if another run holds one.
+    """
+    with ExitStack() as stack:
+        for path in (log, output):
+            try:
+                if path is not None:
+                    file = stack.enter_context(path.open("rb"))
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                        raise BlockingIOError  # another run has just replaced it
+            except (FileNotFoundError, PermissionError, IsADirectoryError):
+                if path is log:
+                    raise BlockingIOError from None  # another run has just removed it
+        return stack.pop_all()
 
 
-def _lines(file: BinaryIO, begin: int = 0) -> Iterator[tuple[int, Any]]:
-    """Yield the offset and the value of each line; cut the file at the first one that is not whole."""
-    file.seek(begin)
-    offset = begin
-    while raw := file.readline():
-        try:
-            if not raw.endswith(b"\n"):
-                raise ValueError
-            value = json.loads(raw)
-        except ValueError:
-            file.truncate(offset)
-            return
-        yield offset, value
-        offset += len(raw)
+def _contents(lines: Iterable[bytes], odd: Counter[str], found: list[Mapping[str, Any]]) -> Iterator[bytes]:
+    """Yield the lines that hold a result, and put their values into `found`."""
+    seen: set[str] = set()
+    for raw in lines:
+        content = raw.strip()
+        line = _result(content)
+        if not content:
+            continue
+        if line is None:
+            odd["damaged"] += 1
+        elif not is_id(line["custom_id"]):
+            odd["damaged" if line["custom_id"] is None else "unknown"] += 1
+        else:
+            odd["repeated"] += line["custom_id"] in seen
+            seen.add(line["custom_id"])
+            found.append(line)
+            yield content
+
+
+def _result(content: bytes) -> Mapping[str, Any] | None:
+    """Return the value of a line of an output or error file, None if it is damaged."""
+    if is_sealed(content) and not is_intact(content):
+        return None
+    try:
+        line = parse_json(content)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or "custom_id" not in line:
+        return None
+    parts = line.get("response"), line.get("error")
+    return line if all(part is None or isinstance(part, dict) for part in parts) and any(parts) else None

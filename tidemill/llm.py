@@ -17,8 +17,8 @@ from engine.process.launcher import ProcessOptions
 from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig
+from tidemill.cells import Row
 from tidemill.recipe import CHAT, ERROR, FAILED, STATUS, Recipe
-from tidemill.tables import Row
 
 MODEL = "model"
 MAX_REQUESTS = 512
@@ -88,12 +88,17 @@ class LLM:
         system: str | None = None,
         schema: Any = None,
         max_tokens: int | None = None,
+        prefix: str = "",
         **body: Any,
     ) -> list[Row]:
-        """Return the rows with the columns of the answers, as `Batch` writes them; failed rows have an `error`."""
+        """Return the rows with the columns of the answers, as `Batch` writes them; failed rows have an `error`.
+
+        prefix: put before the names of the added columns. Raises ConfigError if a row has one of these columns.
+        """
         schema = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
-        recipe = Recipe(prompt, system, schema, None, max_tokens, body)
+        recipe = Recipe(prompt, system, schema, None, max_tokens, body, prefix=prefix)
         kept = list(rows)
+        recipe.check_columns({name for row in kept for name in row})
         lines = self._ask(CHAT, [recipe.request(row).body for row in kept])
         return [{**row, **recipe.result(line)} for row, line in zip(kept, lines, strict=True)]
 

@@ -2,19 +2,21 @@
 
 import hashlib
 import json
+import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
 from gateway.commands.batch_client import with_model
-from tidemill.tables import Row
+from tidemill.cells import Row, json_line, parse_json
 
 CHAT = "/v1/chat/completions"
 STATUS, ERROR = "status", "error"
 OK, CUT, FAILED = "ok", "cut off", "failed"
 """Values of the column `status`; "cut off" means that the answer reached the token limit."""
+_ID = re.compile(r"\d+-[0-9a-f]{32}")
 _PASSING = frozenset({408, 409, 425, 429})
 """Statuses after which the same request may succeed."""
 
@@ -25,10 +27,10 @@ class Request(NamedTuple):
     url: str
     body: dict[str, Any]
 
-    def custom_id(self, index: int) -> str:
-        """Return the id of this request for the row `index`; another request for the same row gets another id."""
+    def digest(self) -> str:
+        """Return a digest of the request: rows with equal requests may exchange their answers."""
         text = json.dumps([self.url, self.body], sort_keys=True)
-        return f"{index}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,9 @@ class Recipe:
     schema: JSON Schema of the answer; each of its properties becomes a column.
     body: further fields of the request body.
     answer: name of the column of the answer if there is no schema.
+    prefix: put before the names of all added columns.
 
-    Raises ConfigError if the prompt or the schema is invalid.
+    Raises ConfigError if the prompt or the schema is invalid, or if two added columns have the same name.
     """
 
     prompt: str | None = None
@@ -53,6 +56,7 @@ class Recipe:
     body: Mapping[str, Any] = field(default_factory=dict)
     answer: str = "answer"
     map_model: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
     _parts: tuple[tuple[str, str | None], ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -62,8 +66,19 @@ class Recipe:
                 raise ConfigError("a map of models needs ready-made requests; with a prompt, name the model")
         elif self.system is not None or self.schema is not None:
             raise ConfigError("a system message or a schema needs a prompt; ready-made requests hold their own")
-        if self.schema is not None and not isinstance(self.schema.get("properties"), Mapping):
+        properties = {} if self.schema is None else self.schema.get("properties")
+        if not isinstance(properties, Mapping) or (self.schema is not None and not properties):
             raise ConfigError('the schema must be an object with properties, {"type": "object", "properties": {...}}')
+        for name in (STATUS, ERROR):
+            if name in properties:
+                raise ConfigError(f"the schema has a property {name!r}, which is a column of the output; rename it")
+            if self.schema is None and name == self.answer:
+                raise ConfigError(f"the answer cannot be the column {name!r}, which the output has; choose another")
+
+    @property
+    def names_no_column(self) -> bool:
+        """Whether the prompt is the same for all rows."""
+        return self.prompt is not None and not any(name is not None for _, name in self._parts)
 
     def columns(self) -> dict[str, str]:
         """Return the added columns and their JSON Schema types; "json" for values of several types."""
@@ -71,7 +86,15 @@ class Recipe:
             kinds = {self.answer: "json"}
         else:
             kinds = {name: _type_of(each) for name, each in self.schema["properties"].items()}
-        return {**kinds, STATUS: "string", ERROR: "string"}
+        return {self.prefix + name: kind for name, kind in {**kinds, STATUS: "string", ERROR: "string"}.items()}
+
+    def check_columns(self, names: Collection[str]) -> None:
+        """Raise ConfigError if a column of the input has the name of an added one."""
+        if taken := [name for name in self.columns() if name in names]:
+            raise ConfigError(
+                f"the input already has a column {taken[0]!r}, which the answers need; rename it, or give a prefix "
+                "for the added columns, e.g. --prefix llm_"
+            )
 
     def kept(self, row: Row) -> Row:
         """Return the columns of an input row that the output repeats."""
@@ -87,14 +110,14 @@ class Recipe:
                 raise ConfigError(
                     "the row is not a request with `url` and `body`; give a prompt, e.g. 'Classify: {text}'"
                 )
-            return Request(url, with_model({**body, **limits, **self.body}, self.model, self.map_model))
+            return _checked(Request(url, with_model({**body, **limits, **self.body}, self.model, self.map_model)))
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*system, {"role": "user", "content": self._text(row)}]
         form: dict[str, Any] = {}
         if self.schema is not None:
             named = {"name": "row", "schema": self.schema, "strict": True}
             form = {"response_format": {"type": "json_schema", "json_schema": named}}
-        return Request(CHAT, {**model, "messages": messages, **form, **limits, **self.body})
+        return _checked(Request(CHAT, {**model, "messages": messages, **form, **limits, **self.body}))
 
     def _text(self, row: Row) -> str:
         pieces = []
@@ -105,41 +128,65 @@ class Recipe:
             if name not in row:
                 raise ConfigError(f"the prompt names the column {name!r}; the row has {_listed(row)}")
             value = row[name]
-            pieces.append(value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str))
+            pieces.append(value if isinstance(value, str) else "" if value is None else _text(value))
         return "".join(pieces)
 
     def result(self, line: Mapping[str, Any] | None) -> Row:
         """Return the added columns for a line of an output or error file; None: there is no result yet."""
-        empty = dict.fromkeys(self.columns())
         if line is None:
-            return {**empty, STATUS: FAILED, ERROR: "no result; run the command again"}
+            return self.failed("no result; run the command again")
         problem = failure(line)
         if problem is not None:
-            return {**empty, STATUS: FAILED, ERROR: problem}
+            return self.failed(problem)
         answer, cut = _answer(line["response"]["body"])
         if self.schema is None:
-            return {**empty, self.answer: answer, STATUS: CUT if cut else OK}
+            return self._added({self.answer: answer, STATUS: CUT if cut else OK})
         try:
-            values = json.loads(answer)
-            return {**empty, **{name: values.get(name) for name in self.schema["properties"]}, STATUS: OK}
+            values = parse_json(answer)
+            return self._added({**{name: values.get(name) for name in self.schema["properties"]}, STATUS: OK})
         except (ValueError, TypeError, AttributeError):
             reason = "the answer was cut off at the token limit" if cut else f"the answer is not an object: {answer}"
-            return {**empty, STATUS: FAILED, ERROR: reason}
+            return self.failed(reason)
+
+    def failed(self, reason: str) -> Row:
+        """Return the added columns of a row without an answer."""
+        return self._added({STATUS: FAILED, ERROR: reason})
+
+    def _added(self, values: Row) -> Row:
+        return {**dict.fromkeys(self.columns()), **{self.prefix + name: value for name, value in values.items()}}
+
+
+def is_id(custom_id: Any) -> bool:
+    """Return whether an id has the form of those that a run gives to its requests."""
+    return isinstance(custom_id, str) and _ID.fullmatch(custom_id) is not None
 
 
 def failure(line: Mapping[str, Any]) -> str | None:
     """Return why a line of an output or error file holds no answer, or None if it holds one."""
-    response = line.get("response") or {}
-    if response.get("status_code") == 200:
+    if is_answer(line):
         return None
-    error = line.get("error") or (response.get("body") or {}).get("error") or {}
-    return f"{error.get('message')} ({error.get('code') or response.get('status_code')})"
+    response = line.get("response") or {}
+    status = response.get("status_code")
+    body = response.get("body")
+    error = line.get("error") or (body.get("error") if isinstance(body, Mapping) else None)
+    if isinstance(error, Mapping) and error.get("message"):
+        return f"{error['message']} ({error.get('code') or status})"
+    return f"the response is no answer: {json_line(body or error).decode()[:200].strip()} ({status})"
+
+
+def is_answer(line: Mapping[str, Any]) -> bool:
+    """Return whether a line of an output file holds an answer."""
+    response = line.get("response") or {}
+    try:
+        return response.get("status_code") == 200 and bool(_answer(response["body"]))
+    except (LookupError, TypeError, AttributeError):
+        return False
 
 
 def is_final(line: Mapping[str, Any]) -> bool:
     """Return whether the same request would get the same result again: an answer, or a refusal of the request."""
-    status = (line.get("response") or {}).get("status_code") or 500
-    return status == 200 or (400 <= status < 500 and status not in _PASSING)
+    status = (line.get("response") or {}).get("status_code")
+    return is_answer(line) or (isinstance(status, int) and 400 <= status < 500 and status not in _PASSING)
 
 
 def _parse(prompt: str) -> tuple[tuple[str, str | None], ...]:
@@ -152,6 +199,12 @@ def _parse(prompt: str) -> tuple[tuple[str, str | None], ...]:
     return tuple((literal, name) for literal, name, _, _ in parts)
 
 
+def _checked(request: Request) -> Request:
+    if request.body.get("stream"):
+        raise ConfigError("a batch has no streams; leave `stream` out")
+    return request
+
+
 def _type_of(schema: Any) -> str:
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     return kind if isinstance(kind, str) else "json"
@@ -160,6 +213,9 @@ def _type_of(schema: Any) -> str:
 def _answer(body: Mapping[str, Any]) -> tuple[Any, bool]:
     """Return the answer of a response body and whether it was cut off at the token limit."""
     if "choices" in body:
+        if len(body["choices"]) > 1:  # all of `n`
+            answers = [_answer({"choices": [each]}) for each in body["choices"]]
+            return [text for text, _ in answers], any(cut for _, cut in answers)
         choice = body["choices"][0]
         message = choice.get("message")
         text = choice.get("text") if message is None else message.get("content") or message.get("refusal")
@@ -173,6 +229,10 @@ def _answer(body: Mapping[str, Any]) -> tuple[Any, bool]:
     if isinstance(body.get("content"), Sequence):
         return "".join(part.get("text", "") for part in body["content"]), body.get("stop_reason") == "max_tokens"
     return body, False
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def _listed(row: Row) -> str:

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from itertools import pairwise
@@ -38,6 +39,11 @@ def _row(custom_id: str | None, response: Any, error: Any, salt: str | None = No
     content = escape_line_ends(orjson.dumps({"custom_id": custom_id, "response": response, "error": error})[1:])
     drawn = (salt or token_hex(16)).encode()
     return b'%b%b%08x",%b\n' % (_PREFIX, drawn, zlib.crc32(content, zlib.crc32(drawn)), content)
+
+
+def is_sealed(row: bytes) -> bool:
+    """Return whether a row has an id of this server's form, with a checksum."""
+    return re.match(rb'\{"id":"batch_req_[0-9a-f]{40}",', row) is not None
 
 
 def is_intact(row: bytes) -> bool:

@@ -20,6 +20,8 @@ NOT_FOUND = 404
 PIECE_BYTES = 256 * 1024
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 RATE_SECONDS = 30.0
+LINE_SECONDS = 30.0
+"""Longest time between two lines of the progress on an output that is no terminal."""
 POLL_SECONDS = 1.0
 """Time between two looks at a batch of a server without an event stream."""
 MAX_SEARCHED = 1000
@@ -46,7 +48,10 @@ class BatchClient(ChatClient):
             return answer
 
     def batch(self, batch_id: str) -> dict[str, Any]:
-        return self.call("GET", f"/v1/batches/{quote(batch_id, safe='')}")
+        batch = self.call("GET", f"/v1/batches/{quote(batch_id, safe='')}")
+        if not isinstance(batch.get("status"), str):
+            raise ChatError(NOT_OPENAI)
+        return batch
 
     def changes(self, batch_id: str) -> Iterator[dict[str, Any]]:
         """Yield the batch object at once and after its changes, the last time in its final state.
@@ -105,7 +110,11 @@ class BatchClient(ChatClient):
             self.download(file_id, file)
             file.seek(0)
             for line in file:
-                row = json.loads(line)
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    causes["the line is damaged (result_damaged)"] += 1
+                    continue
                 error = row.get("error") or ((row.get("response") or {}).get("body") or {}).get("error") or {}
                 causes[f"{error.get('message')} ({error.get('code')})"] += 1
         return causes
@@ -118,7 +127,10 @@ class BatchClient(ChatClient):
             with path.open("rb") as file:
                 files = {"file": (name, file, "application/jsonl")}
                 with self._open("POST", "/v1/files", broken, data={"purpose": "batch"}, files=files) as response:
-                    return str(json.loads(response.read())["id"])
+                    try:
+                        return str(json.loads(response.read())["id"])
+                    except (ValueError, LookupError, TypeError):
+                        raise ChatError(NOT_OPENAI) from None
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
 
@@ -127,6 +139,11 @@ class BatchClient(ChatClient):
         broken = "the connection broke during the download; run the command again"
         with self._open("GET", f"/v1/files/{quote(file_id, safe='')}/content", broken) as response:
             target.writelines(response.iter_bytes(PIECE_BYTES))
+
+    def metrics(self) -> str:
+        """Return the text of the server's metrics."""
+        with self._open("GET", "/metrics", NOT_OPENAI) as response:
+            return response.read().decode("utf-8", "replace")
 
     def batches(self, limit: int, tenant: str | None = None) -> Iterator[dict[str, Any]]:
         """Yield up to `limit` batches, newest first. `tenant`: a name, `*` for all, None for the API key's tenant."""
@@ -191,23 +208,33 @@ def duration_text(seconds: float) -> str:
 
 @dataclass(slots=True)
 class BatchProgress:
-    """Show batch progress: a bar redrawn in place on a terminal, else one line per change."""
+    """Show batch progress: a bar redrawn in place on a terminal, else a line per state, percent or LINE_SECONDS."""
 
     out: TextIO = field(default_factory=lambda: sys.stderr)
     clock: Callable[[], float] = time.monotonic
     width: int = 24
     _samples: deque[tuple[float, int, int]] = field(default_factory=deque)
-    _last: str = ""
+    _last: tuple[str, int] = ("", 0)
+    _last_time: float = 0.0
 
     def show(self, batch: dict[str, Any]) -> None:
         text = self.text(batch)
         if self.out.isatty():
             columns = shutil.get_terminal_size().columns
             self.out.write(f"\r\x1b[K{text[: columns - 1]}")
-        elif (line := f"{batch['status']}: {progress_text(batch)}") != self._last:
-            self._last = line
-            self.out.write(line + "\n")
+        else:
+            self._show_line(batch)
         self.out.flush()
+
+    def _show_line(self, batch: dict[str, Any]) -> None:
+        counts = batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
+        done = counts["completed"] + counts["failed"]
+        reached = batch["status"], 100 * done // max(1, counts["total"])
+        now = self.clock()
+        if reached != self._last or now - self._last_time >= LINE_SECONDS:
+            self._last, self._last_time = reached, now
+            end = eta_text(batch) if batch["status"] not in TERMINAL else ""
+            self.out.write(f"{batch['status']}: {progress_text(batch)}{end and '  '}{end}\n")
 
     def end(self) -> None:
         if self.out.isatty():
