@@ -3,7 +3,9 @@
 import asyncio
 import io
 import json
+import os
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,14 @@ async def test_from_submit_to_results(terminal: Terminal, tmp_path: Path) -> Non
     code, out, err = await terminal.run("results", batch_id, "--output", str(good), "--errors", str(bad))
     assert (code, out, err) == (0, "", "") and len(good.read_text().splitlines()) == 2
     assert [json.loads(row)["custom_id"] for row in bad.read_text().splitlines()] == ["id-3"]
-    assert not good.with_name("good.jsonl.part").exists()
+    for flags, words in (
+        (["--output", str(good)], "the file exists; --force replaces it"),
+        (["--output", str(good), "--errors", f"{tmp_path}/../{tmp_path.name}/good.jsonl"], "name one file"),
+    ):
+        code, _, err = await terminal.run("results", batch_id, *flags)
+        assert code == 2 and words in err
+    assert (await terminal.run("results", batch_id, "--output", str(good), "--force"))[0] == 0
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
     code, out, _ = await terminal.run("list")
     header, row = (each.rstrip() for each in out.splitlines())
     assert code == 0 and header.split() == ["batch", "created", "status", "file", "lines"]
@@ -103,15 +112,19 @@ async def test_what_is_submitted(terminal: Terminal, served: Served, tmp_path: P
 async def test_the_models_of_ready_made_lines(
     terminal: Terminal, served: Served, tmp_path: Path, flags: list[str], models: list[str]
 ) -> None:
-    """`submit` and `run` send the same models; lines that are no requests are left to the server."""
+    """`submit` and `run` send the same models; lines that are no requests are left to the server.
+
+    `run` sends a batch for each model, because a batch has one.
+    """
     lines = [line(1, model="gpt-4o-mini"), line(2)]
     await terminal.run("run", input_file(tmp_path, lines), "-o", str(tmp_path / "out.jsonl"), *flags)
     await terminal.run("submit", input_file(tmp_path, [*lines, "no request"]), *flags)
     folder = served.app.state.batches.folder
     batches, _ = await folder.store.list_batches(None, Page(9))
     sent = [folder.file_path(batch.input_file_id).read_bytes().splitlines() for batch in batches]
-    assert [[json.loads(row)["body"]["model"] for row in rows[:2]] for rows in sent] == [models, models]
-    assert sent[0][2:] == [b'"no request"'] and not sent[1][2:]
+    submitted, *ran = [[json.loads(row)["body"]["model"] for row in rows if row.startswith(b"{")] for rows in sent]
+    assert submitted == models and sorted(model for batch in ran for model in batch) == sorted(models)
+    assert len(ran) == len(set(models)) and sent[0][2:] == [b'"no request"']
 
 
 async def test_a_list_longer_than_a_page(terminal: Terminal, tmp_path: Path) -> None:
@@ -247,15 +260,21 @@ def test_the_rate_is_that_of_the_last_half_minute() -> None:
     assert "tokens/s" not in text, "nothing has moved for half a minute"
 
 
-def test_without_a_terminal_only_changes_are_shown() -> None:
-    out = io.StringIO()
-    progress = BatchProgress(out)
-    for batch in (a_batch(0, total=0, status="validating"), a_batch(1), a_batch(1), a_batch(2)):
+def test_without_a_terminal_there_is_a_line_for_each_percent_or_half_minute() -> None:
+    out, now = io.StringIO(), [0.0]
+    progress = BatchProgress(out, lambda: now[0])
+    estimated = a_batch(20) | {"metadata": {"tidemill.eta": str(int(time.time()) + 125)}}
+    for batch in (a_batch(0, total=0, status="validating"), a_batch(1), a_batch(2), a_batch(9), a_batch(10), estimated):
+        now[0] += 1.0
         progress.show(batch)
+    now[0] += 30.0
+    progress.show(a_batch(21))
     progress.end()
-    assert out.getvalue().splitlines() == [
-        "validating: no lines yet", "in_progress: 1/1,000 lines", "in_progress: 2/1,000 lines",
-    ]  # fmt: skip
+    lines = out.getvalue().splitlines()
+    assert lines[:3] == ["validating: no lines yet", "in_progress: 1/1,000 lines", "in_progress: 10/1,000 lines"]
+    assert lines[3].startswith("in_progress: 20/1,000 lines  done about ") and lines[4:] == [
+        "in_progress: 21/1,000 lines"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,17 @@ Exit codes: 0 success; 1 the server refused the request or the batch did not com
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, TidemillError
 from gateway.commands.batch_run import add_run, print_causes, run
+from gateway.commands.outputs import replacing, same_file
 
 if TYPE_CHECKING:
     from gateway.commands.batch_client import BatchClient
@@ -67,8 +67,13 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
     ):
         command = add(name, action, text)
         command.add_argument("batch_id", metavar="BATCH")
+    _add_outputs(command)
+
+
+def _add_outputs(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", type=Path, metavar="FILE", help="output file (default: standard output)")
     command.add_argument("--errors", type=Path, metavar="FILE", help="output file for failed lines")
+    command.add_argument("--force", action="store_true", help="replace files that exist")
 
 
 def add_models(command: argparse.ArgumentParser) -> None:
@@ -251,6 +256,7 @@ def _results(client: "BatchClient", arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    _check_files(arguments)
     if output := batch.get("output_file_id"):
         _write(client, output, arguments.output)
     errors = batch.get("error_file_id")
@@ -260,6 +266,16 @@ def _results(client: "BatchClient", arguments: argparse.Namespace) -> int:
         lines = batch["request_counts"]["total"] - batch["request_counts"]["completed"]
         print(f"tidemill: lines without an answer: {lines:,}; --errors FILE writes their rows", file=sys.stderr)
     return 0 if batch["status"] == "completed" else 1
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if two outputs are one file, or if one exists."""
+    output, errors = arguments.output, arguments.errors
+    if output is not None and errors is not None and same_file(output, errors):
+        raise ConfigError(f"--output and --errors name one file, {errors}; choose two")
+    for path in (output, errors):
+        if path is not None and path.is_file() and not arguments.force:
+            raise ConfigError(f"{path}: the file exists; --force replaces it")
 
 
 def _write(client: "BatchClient", file_id: str, path: Path | None) -> None:
@@ -273,13 +289,5 @@ def _write(client: "BatchClient", file_id: str, path: Path | None) -> None:
             raise TidemillError(f"standard output cannot be written: {error.strerror}") from None
         sys.stdout.flush()
         return
-    part = path.with_name(path.name + ".part")
-    try:
-        with ExitStack() as stack:
-            target: BinaryIO = stack.enter_context(part.open("wb"))
-            stack.callback(lambda: part.unlink(missing_ok=True))
-            client.download(file_id, target)
-            target.flush()
-            os.replace(part, path)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    with replacing(path) as target:
+        client.download(file_id, target)
