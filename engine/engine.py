@@ -42,6 +42,7 @@ from engine.errors import (
     QueueFullError,
     RetryableError,
     TidemillError,
+    as_error,
 )
 from engine.loop.planner import Planner
 from engine.loop.watchdog import STALL_SECONDS, FaultLog, ProgressWatchdog, StepLimits, StepWatch, check_result
@@ -420,7 +421,8 @@ class Engine:
                 else:
                     await self._sleep()
                     self._busy_since = self._clock()
-        except Exception as error:
+        except BaseException as raised:
+            error = as_error(raised)
             log.critical("the engine loop ended: %r", error, exc_info=error)
             self._give_up("loop", "its loop ended")
 
@@ -491,7 +493,8 @@ class Engine:
             check_result(output, result, self.info.vocab_size)
             if self._recorder is not None:
                 self._recorder.completed(result, self._clock())
-        except Exception as error:  # an error of a model step ends its requests, not the server
+        except BaseException as raised:  # an error of a model step ends its requests, not the server
+            error = as_error(raised)
             result = None
             await self._on_failed_step(output, error)
         if self._death is not None:
@@ -551,7 +554,8 @@ class Engine:
             return
         try:
             tell(self.colocation, *facts)
-        except Exception as error:
+        except BaseException as raised:
+            error = as_error(raised)
             self._faults.report("the SLO keeper failed", error)
 
     def _deliver(self, output: RequestOutput) -> None:

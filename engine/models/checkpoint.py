@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.errors import ModelLoadError
+from engine.errors import LibraryPanicError, ModelLoadError, as_error
 from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
@@ -306,7 +306,10 @@ class Checkpoint:
         path = self._folder / name
         try:
             self._files[name] = safe_open(path, framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
+        except BaseException as raised:
+            error = as_error(raised)
+            if not isinstance(error, SafetensorError | OSError | LibraryPanicError):
+                raise
             raise ModelLoadError(f"{path} {damage_of(path)} ({error}); download it again") from None
         return self._files[name]
 

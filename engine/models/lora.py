@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.config import NamedFolder
-from engine.errors import ModelLoadError
+from engine.errors import LibraryPanicError, ModelLoadError, as_error
 from engine.models.families import family_named
 from engine.models.linear import Linear
 from engine.models.spec import ModelShape, ModelSpec, read_json
@@ -155,7 +155,10 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except BaseException as raised:
+        error = as_error(raised)
+        if not isinstance(error, SafetensorError | OSError | LibraryPanicError):
+            raise
         raise ModelLoadError(f"{path} is not a readable safetensors file: {error}") from None
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from engine.api import EngineRequest, Lane, RequestClass
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, as_error
 from engine.turns import Turns
 from gateway.batch.causes import Cause, cause_of
 from gateway.batch.lengths import LineLengths
@@ -71,7 +71,8 @@ class LineRunner:
         caller decides whether the line runs again. Cancelling ends the line in the engine."""
         try:
             return await self._answer(ENDPOINTS[endpoint], body, origin)
-        except Exception as error:
+        except BaseException as raised:
+            error = as_error(raised)
             if cause_of(error) is not Cause.REQUEST:
                 raise
             answer = to_api_error(error)

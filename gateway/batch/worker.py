@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from engine.api import EngineStats, Lane
+from engine.errors import as_error
 from gateway.batch.causes import Cause, cause_of
 from gateway.batch.cluster import Leases, Membership
 from gateway.batch.feed import FinishedLine, Job, Window
@@ -185,7 +186,8 @@ class BatchWorker:
                     return
                 except StorageError:
                     return  # stopping
-                except Exception as error:
+                except BaseException as raised:
+                    error = as_error(raised)
                     log_unexpected(error)
                     is_bug = cause_of(error) is not Cause.SYSTEM
                 status = self.states[batch_id]
@@ -209,8 +211,8 @@ class BatchWorker:
                 return False
             await self._finisher.give_up(batch)
             return True
-        except Exception as error:  # the caller must keep driving the batch
-            log_unexpected(error)
+        except BaseException as raised:  # the caller must keep driving the batch
+            log_unexpected(as_error(raised))
             return False
 
     def _cancel_deadline(self, batch: BatchJob) -> float:
@@ -313,8 +315,8 @@ class BatchWorker:
             if time.monotonic() >= next_tick:
                 try:
                     await self.tick()
-                except Exception as error:
-                    log_unexpected(error)
+                except BaseException as raised:
+                    log_unexpected(as_error(raised))
                 next_tick = time.monotonic() + self._limits.tick_seconds
             # bounded by `tick_seconds`, because the wall clock may jump
             seconds = min(next_tick - time.monotonic(), self._next_expiry - self._clock())

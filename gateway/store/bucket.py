@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, LibraryPanicError, as_error
 from gateway.store.disk import Disk, StorageError
 
 PIECE_BYTES = 16 * 1024 * 1024
@@ -38,7 +38,8 @@ class Bucket:
         self._disk = disk
         try:
             self._store: Any = stores.from_url(url, retry_config=_RETRIES)
-        except Exception as error:
+        except BaseException as raised:
+            error = as_error(raised)
             raise ConfigError(f"--state-dir objects={url} cannot be used: {str(error).splitlines()[0]}") from error
 
     @contextmanager
@@ -47,7 +48,10 @@ class Bucket:
             yield
         except FileNotFoundError:
             raise
-        except (self._obstore.exceptions.BaseError, OSError) as error:
+        except BaseException as raised:
+            error = as_error(raised)
+            if not isinstance(error, (self._obstore.exceptions.BaseError, OSError, LibraryPanicError)):
+                raise
             fault = OSError(errno.EREMOTEIO, f"the object store: {type(error).__name__}")
             fault.__cause__ = error
             self._disk.health.failed("objects", OSError(*fault.args))

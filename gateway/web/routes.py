@@ -23,9 +23,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.api import ColocationStats, EngineState, EngineStats, RequestClass
+from engine.errors import as_error
 from gateway.context import Lifecycle
 from gateway.health import check_sees_all
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, log_unexpected
 from gateway.http.sse import EventStream, event
 from gateway.telemetry.engine_metrics import shown
 from gateway.telemetry.metrics import EndedAnswer, GatewayMetrics
@@ -112,7 +113,10 @@ class Recorder:
 
     async def _run(self) -> None:
         while True:
-            await self.record()
+            try:
+                await self.record()
+            except BaseException as raised:
+                log_unexpected(as_error(raised))
             if self._followers:
                 await asyncio.sleep(FOLLOWED_SECONDS)
                 continue
