@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from anyio import CapacityLimiter
 from starlette.requests import Request
 
 from gateway.batch.webhooks import WebhookRules
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from gateway.batch.worker import BatchWorker
 
 UPLOADS_EACH, UPLOADS_IN_ALL = 16, 64
+READERS = 2
 MAX_BACK_OFF = 60.0
 """Maximum pause in seconds."""
 MAX_DOUBLINGS = 30
@@ -65,6 +67,8 @@ class BatchState:
     webhooks: WebhookRules | None = None
     """None: webhooks are refused."""
     clock: Callable[[], float] = time.time
+    readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(READERS))
+    """Threads that read and verify files for downloads."""
     uploads: UploadPlaces = field(default_factory=lambda: UploadPlaces(UPLOADS_EACH, UPLOADS_IN_ALL))
 
     def now(self) -> int:
