@@ -14,9 +14,8 @@ from faulty_runner import FaultyRunner
 from test_sick_engine import VOCAB, make_engine
 from test_structured import ask
 
-from engine.api import EmbeddingSpec, Pooling
 from engine.errors import CONTROL, LibraryPanicError, as_error
-from engine.forms import Grammar
+from engine.forms import EmbeddingSpec, Grammar, Pooling
 from engine.structured.compiler import GrammarError
 from engine.text.tokenizer import Tokenizer
 
@@ -76,7 +75,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 async def test_a_panic_is_an_answer(
     panicking: Tokenizer, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any]
 ) -> None:
-    engine = FakeEngine(say(panicking, "done"), embedding=EmbeddingSpec(8, Pooling.LAST))
+    engine = FakeEngine(say(panicking, "done"), embedding=EmbeddingSpec(Pooling.LAST, 8, True, ""))
     async with serve(engine, panicking) as served, httpx.AsyncClient(base_url=served.url) as client:
         answer = await client.post(path, json={"model": MODEL, **body})
         assert answer.status_code == 500, answer.text
@@ -120,7 +119,8 @@ async def test_a_line_that_panics_gets_a_row(
         batch = await until(client, (await submit(client, jsonl(lines))).id)
         output, errors = await check_ended(client, batch, [f"id-{i}" for i in range(20)])
         assert len(output) == 19 and errors["id-3"]["response"]["status_code"] == 500
-        retries = (await httpx.AsyncClient().get(f"{served.url}/metrics")).text
+        async with httpx.AsyncClient() as http:
+            retries = (await http.get(f"{served.url}/metrics")).text
         name = 'tidemill_batch_line_retries_total{cause="unknown"} '
         assert float(retries.partition(name)[2].split()[0]) >= FAST.attempts - 1
     assert SECRET not in caplog.text
