@@ -74,7 +74,12 @@ def test_a_process_that_was_ended_is_replaced(renderer: TemplateRenderer) -> Non
 
 def test_an_exploding_template_holds_up_no_other(renderer: TemplateRenderer) -> None:
     slow = TemplateRenderer(cpu_seconds=10.0)
-    exploding = threading.Thread(target=lambda: pytest.raises(InvalidRequestError, render, slow, ENDLESS))
+
+    def explode() -> None:
+        with pytest.raises(InvalidRequestError):
+            render(slow, ENDLESS)
+
+    exploding = threading.Thread(target=explode)
     exploding.start()
     assert render(slow, PLAIN) == "x" and exploding.is_alive()
     slow.close()

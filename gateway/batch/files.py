@@ -115,7 +115,7 @@ async def room(request: Request, quota: int | None) -> int:
     state = state_of(request)
     if quota is None:
         return state.limits.file_bytes
-    used = await state.folder.store.stored_bytes(tenant_of(request), state.now())
+    used = await state.folder.store.stored_bytes(tenant_of(request), state.expiry_now())
     announced = request.headers.get("content-length", "0")
     least = int(announced[:20]) - MAX_OVERHEAD if announced.isdigit() else 0
     if max(1, least) > quota - used:
@@ -189,7 +189,7 @@ async def list_files(request: Request) -> Response:
     page = read_page(request, default=MAX_LISTED, most=MAX_LISTED, orders=True)
     purpose = request.query_params.get("purpose") or None
     try:
-        files, more = await state.folder.store.list_files(listed_tenant(request), page, purpose, state.now())
+        files, more = await state.folder.store.list_files(listed_tenant(request), page, purpose, state.expiry_now())
     except UnknownCursor:
         unknown_cursor()
     return list_response([shown(request, file, file.as_json()) for file in files], more)
@@ -205,7 +205,7 @@ async def find_file(request: Request, file_id: str) -> FileObject:
     """Return a file. Raises ApiError 404 for a missing file and, without the operator role, for another tenant's."""
     state = state_of(request)
     if FILE_ID.fullmatch(file_id):
-        file = await state.folder.store.get_file(reached_tenant(request), file_id, state.now())
+        file = await state.folder.store.get_file(reached_tenant(request), file_id, state.expiry_now())
         if file is not None:
             return file
     raise no_such_file()
@@ -231,7 +231,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
 async def remove_file(request: Request, file_id: str) -> bool:
     """Delete a file; return False if it does not exist. Raises FileInUse for the input of an unfinished batch."""
     state = state_of(request)
-    deleted = await state.folder.store.delete_file(reached_tenant(request), file_id, state.now())
+    deleted = await state.folder.store.delete_file(reached_tenant(request), file_id, state.expiry_now())
     if deleted:
         await to_thread.run_sync(state.folder.remove_body, file_id)
     return deleted

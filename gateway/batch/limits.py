@@ -1,7 +1,5 @@
 """Limits and shared state of the files and batches endpoints."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -58,7 +56,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """`clock` is the wall clock; `uploads` limits concurrent uploads per tenant and in total."""
+    """`uploads` limits concurrent uploads per tenant and in total."""
 
     folder: StateFolder
     limits: BatchLimits
@@ -66,13 +64,17 @@ class BatchState:
     tenants: "TenantExchange"
     webhooks: WebhookRules | None = None
     """None: webhooks are refused."""
-    clock: Callable[[], float] = time.time
     readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(READERS))
     """Threads that read and verify files for downloads."""
     uploads: UploadPlaces = field(default_factory=lambda: UploadPlaces(UPLOADS_EACH, UPLOADS_IN_ALL))
 
     def now(self) -> int:
-        return int(self.clock())
+        """Return the time for new objects."""
+        return self.jobs.clock.now()
+
+    def expiry_now(self) -> int:
+        """Return the time that decides what has expired."""
+        return self.jobs.clock.expiry_now()
 
 
 def state_of(request: Request) -> BatchState:

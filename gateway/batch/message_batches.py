@@ -151,7 +151,7 @@ async def delete_message_batch(request: Request, message_batch_id: str) -> Respo
     if batch.status not in TERMINAL:
         raise ApiError(400, "The batch has not ended; cancel it first.", param="message_batch_id", code="invalid_value")
     await state.folder.store.delete_batch(batch.id)
-    given = await state.folder.store.get_file(reached_tenant(request), batch.input_file_id, state.now())
+    given = await state.folder.store.get_file(reached_tenant(request), batch.input_file_id, state.expiry_now())
     own_input = batch.input_file_id if given is not None and given.filename == FILE_NAME else None
     for file_id in (own_input, batch.output_file_id, batch.error_file_id):
         if file_id is not None:

@@ -110,7 +110,7 @@ async def create_batch(request: Request) -> Response:
     if not FILE_ID.fullmatch(body.input_file_id):
         raise no_such_file("input_file_id")
     created = await add_batch(request, batch, _idempotency(request, body))
-    file = await state.folder.store.get_file(created.tenant, created.input_file_id, now)
+    file = await state.folder.store.get_file(created.tenant, created.input_file_id, state.expiry_now())
     notes = await state.jobs.first_notes(created, 0 if file is None else file.bytes)
     return json_response(created.as_json(notes))
 
