@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, cast
@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from engine.api import ColocationStats, EngineState, EngineStats, RequestClass
 from engine.errors import as_error
-from gateway.context import Lifecycle
+from gateway.context import Lifecycle, is_still_accepted
 from gateway.health import check_sees_all
 from gateway.http.errors import ApiError, log_unexpected
 from gateway.http.sse import EventStream, event
@@ -250,7 +250,16 @@ async def history(request: Request) -> Response:
 @router.get("/dashboard/events")
 async def live(request: Request) -> Response:
     check_sees_all(request)
-    return EventStream(_recorder(request).follow(), lambda: None)
+    return EventStream(_while_accepted(request), lambda: None)
+
+
+async def _while_accepted(request: Request) -> AsyncGenerator[bytes, None]:
+    """Yield the events until the keys no longer accept that of the request."""
+    async with aclosing(_recorder(request).follow()) as events:
+        async for each in events:
+            if not is_still_accepted(request):
+                return
+            yield each
 
 
 def _recorder(request: Request) -> Recorder:
