@@ -42,10 +42,20 @@ def _row(custom_id: str | None, response: Any, error: Any, salt: str | None = No
 
 def is_intact(row: bytes) -> bool:
     """Return whether a row (without its line end) is undamaged."""
+    if row.startswith(_PREFIX) and row[_SALT : _SALT + 2] == b'",':
+        return _is_whole(row)
     if not (row.startswith(_PREFIX) and row[_SEAL : _SEAL + 2] == b'",'):
         return False
     crc = zlib.crc32(row[_SEAL + 2 :], zlib.crc32(row[len(_PREFIX) : _SALT]))
     return row[_SALT:_SEAL] == b"%08x" % crc
+
+
+def _is_whole(row: bytes) -> bool:
+    """Return whether a row without a checksum, as state folders of schema 2 have, is undamaged as far as it shows."""
+    try:
+        return orjson.loads(row).keys() == {"id", "custom_id", "response", "error"}
+    except ValueError:
+        return False
 
 
 def intact_parts(descriptor: int, size: int, on_damage: Callable[[], None] = lambda: None) -> Iterator[bytes]:
