@@ -20,7 +20,7 @@ from engine.errors import ConfigError, TidemillError
 from engine.machine.folders import adopt
 from engine.machine.output import TextOutput, dropping_stdout, open_streams, say
 from gateway.commands.batch import add_batch, add_server, positive, server_of
-from gateway.commands.flags import flags_of, given, resolve_configs
+from gateway.commands.flags import flags_of, given, resolve_configs, unknown_variables
 from gateway.commands.help import SHELLS, Parser, RootParser, add_by_task, completion_script
 from gateway.config import ServerConfig
 from gateway.models import ModelNames
@@ -230,6 +230,8 @@ def _chat(arguments: argparse.Namespace) -> int:
 @dropping_stdout()
 def _serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
+    for line in unknown_variables([*flags_of(EngineConfig), *flags_of(ServerConfig)], os.environ):
+        say(line)
     served = server_config.served_model_name or (model_name(engine_config),)
     ModelNames(served, [each.name for each in parse_adapters(engine_config.lora)])  # raises if a name is taken
     state = importlib.import_module("gateway.store.opening").find_state(server_config.state_dir)

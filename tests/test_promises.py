@@ -84,7 +84,10 @@ BOTH = Key(b"", "acme", classes=("premium", "agent"), bounds=(("e2e", 5.0),))
 @pytest.mark.parametrize(("headers", "fields", "key", "expected"), [
     ({}, {}, None, None),
     # The request of llm-d's guide to scheduling by predicted latency: curl -H 'x-slo-ttft-ms: 500' ...
-    ({"x-prediction-based-scheduling": "true", TTFT: "500", TPOT: "100"}, {}, None, Promise("default", 0.5, 0.1, math.inf, True)),
+    (
+        {"x-prediction-based-scheduling": "true", TTFT: "500", TPOT: "100"}, {}, None,
+        Promise("default", 0.5, 0.1, is_stated=True),
+    ),
     ({TTFT: "0"}, {}, None, None),
     ({TTFT: "100"}, {"tidemill": {"tpot_ms": 10}}, None, Promise("default", 0.1, 0.01, is_stated=True)),
     ({TTFT: "1500.5"}, {}, KEY, Promise("default", 1.5005, 0.1)),

@@ -327,7 +327,7 @@ async def test_another_schema_is_refused_and_left_alone(tmp_path: Path, version:
     connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
     before = digests(tmp_path)
-    with pytest.raises(ConfigError, match="written by a (newer|version)") as caught:
+    with pytest.raises(ConfigError, match=r"written by a (newer|version)") as caught:
         await asyncio.to_thread(open_state, tmp_path)
     assert "\n" not in caught.value.message and digests(tmp_path) == before
 

@@ -33,12 +33,8 @@ def columns_of(path: Path) -> dict[str, Any]:
     with closing(sqlite3.connect(path)) as database:
         (version,) = database.execute("PRAGMA user_version").fetchone()
         names = [row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite%'")]
-        return {"version": version} | {
-            name: set(
-                database.execute("SELECT name, type, [notnull], dflt_value, pk FROM pragma_table_info(?)", (name,))
-            )
-            for name in names
-        }
+        query = "SELECT name, type, [notnull], dflt_value, pk FROM pragma_table_info(?)"
+        return {"version": version} | {name: set(database.execute(query, (name,))) for name in names}
 
 
 @pytest.mark.parametrize("version", range(OLDEST, VERSION))

@@ -45,8 +45,8 @@ def promise_of(headers: Mapping[str, str], body: ModelBody, key: Key | None, slo
 
 LEAST_SECONDS = 1e-3
 TIGHTEST = 10
-"""Least limit that a request may state: absolute, and the class's divided by this. No model computes a token in less time,
-and every step beside a request that is always late would have no room for offline work."""
+"""Least limit that a request may state: absolute, and the class's divided by this. No model computes a token in less
+time, and every step beside a request that is always late would have no room for offline work."""
 
 
 @functools.lru_cache(maxsize=8)
