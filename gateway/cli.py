@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TextIO, cast
 from engine import __version__, openmp
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError, TidemillError
+from engine.machine.extras import install_command
 from engine.machine.folders import adopt
 from engine.machine.output import TextOutput, dropping_stdout, open_streams, say
 from gateway.commands.batch import add_batch, add_server, positive, server_of
@@ -344,7 +345,7 @@ def _loadgen(command: str, *words: str) -> int:
     try:
         module = importlib.import_module(_LOADGEN[command])
     except ImportError as error:
-        raise ConfigError(f"{error.name} is missing; run pip install 'tidemill[loadgen]'") from None
+        raise ConfigError(f"{error.name} is missing; run {install_command('loadgen')}") from None
     return int(module.main(list(words)))
 
 

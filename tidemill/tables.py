@@ -2,7 +2,7 @@
 
 Every row is a dict from column to value. Files are read and written as a stream; a written file appears by an atomic
 rename. `https://` is read, `s3://`, `gs://` and `az://` are read and written. Parquet needs pyarrow, object stores need
-obstore (`pip install 'tidemill[files]'`), which takes credentials from the environment.
+obstore (the extra `files`), which takes credentials from the environment.
 """
 
 import csv
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from engine.errors import ConfigError
+from engine.machine.extras import install_command
 from gateway.http.json_text import escape_line_ends
 
 Row = dict[str, Any]
@@ -104,7 +105,7 @@ def _arrow() -> Any:
     try:
         importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise ConfigError("Parquet files need pyarrow; run pip install 'tidemill[files]'") from None
+        raise ConfigError(f"Parquet files need pyarrow; run {install_command('files')}") from None
     return importlib.import_module("pyarrow")
 
 
@@ -299,4 +300,4 @@ def _obstore() -> Any:
     try:
         return importlib.import_module("obstore")
     except ImportError:
-        raise ConfigError("object stores need obstore; run pip install 'tidemill[files]'") from None
+        raise ConfigError(f"object stores need obstore; run {install_command('files')}") from None

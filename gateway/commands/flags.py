@@ -223,11 +223,12 @@ def without_links(environment: Mapping[str, str]) -> dict[str, str]:
 
 def unknown_variables(flags: Iterable[Flag], environment: Mapping[str, str]) -> list[str]:
     """Return a line for each TIDEMILL_* variable that no setting reads."""
-    known = [flag.variable for flag in flags] + [ENVIRONMENT_PREFIX + name for name in OTHER_VARIABLES]
+    known = [flag.field.upper() for flag in flags] + [*OTHER_VARIABLES]
     lines = []
     for name in sorted(without_links(environment)):
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
-            meant = difflib.get_close_matches(name, known, 1)
+        rest = name.removeprefix(ENVIRONMENT_PREFIX)
+        if rest != name and rest not in known:
+            meant = [ENVIRONMENT_PREFIX + each for each in difflib.get_close_matches(rest, known, 1)]
             lines.append(f"{name} is unknown and has no effect" + (f"; did you mean {meant[0]}?" if meant else ""))
     return lines
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, LibraryPanicError, as_error
+from engine.machine.extras import install_command
 from gateway.store.disk import Disk, StorageError
 
 PIECE_BYTES = 16 * 1024 * 1024
@@ -34,7 +35,7 @@ class Bucket:
             importlib.import_module("obstore.exceptions")
             stores: Any = importlib.import_module("obstore.store")
         except ImportError:
-            raise ConfigError("--state-dir with objects needs obstore: pip install 'tidemill[cluster]'") from None
+            raise ConfigError(f"--state-dir with objects needs obstore; run {install_command('cluster')}") from None
         self._disk = disk
         try:
             self._store: Any = stores.from_url(url, retry_config=_RETRIES)
