@@ -102,21 +102,17 @@ def test_the_first_block_works_where_the_system_manages_pip(tmp_path: Path) -> N
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "python3").symlink_to(Path(sys._base_executable).resolve())  # type: ignore[attr-defined]
-    for name, text in (
-        ("sudo", "exit 0"),
-        *((pip, "echo error: externally-managed-environment; exit 1") for pip in ("pip", "pip3")),
-    ):
+    refuses = "echo error: externally-managed-environment >&2; exit 1"
+    for name, text in (("sudo", "exit 0"), ("pip", refuses), ("pip3", refuses)):
         (tools / name).write_text(f"#!/bin/sh\n{text}\n")
         (tools / name).chmod(0o755)
-    program = block.replace("ADDRESS", f"file://{ROOT} --quiet --depth 1").replace(
-        "serve Qwen/Qwen3-0.6B", "serve --dry-run"
-    )
+    program = block.replace("ADDRESS", f"file://{ROOT} --quiet --depth 1")
+    program = program.replace("serve Qwen/Qwen3-0.6B", "serve --dry-run")
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "HTTP", "http", "no_proxy"))}
     environment = kept | {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path)}
-    done = subprocess.run(["sh", "-e", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode == 0 and "ready" in done.stdout + done.stderr) or "model" in done.stdout, done.stderr[
-        -2000:
-    ]
+    command = ["sh", "-e", "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
