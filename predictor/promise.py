@@ -45,7 +45,8 @@ class Promise(NamedTuple):
         """Return the promise by which the request is judged; `usual`: that of its class."""
         if not self.is_stated:
             return self
-        return Promise(self.service, *map(max, self[1:4], usual[1:4]))
+        limits = max(self.ttft, usual.ttft), max(self.tbt, usual.tbt), max(self.e2e, usual.e2e)
+        return Promise(self.service, *limits)
 
     def __str__(self) -> str:
         limits = {name: getattr(self, name) for name in ("ttft", "tbt", "e2e")}

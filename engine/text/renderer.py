@@ -22,11 +22,13 @@ from engine.errors import InvalidRequestError
 from engine.machine.processes import start_process
 
 MAX_PROMPT_CHARS = 16 * 2**20
-CPU_SECONDS = 3.0
+CPU_SECONDS = 2.0
 """CPU time of one rendering."""
 MEMORY_BYTES = 512 * 2**20
 WALL_SECONDS = 600.0
 """For a process that does not run; imports alone can take minutes on a busy machine."""
+WARM = 2
+"""A template that explodes must not delay the others until a process has started."""
 PROCESSES = 4
 """Maximum renderings at once."""
 ATTEMPTS = 2
@@ -97,9 +99,9 @@ class TemplateRenderer:
         self._places = threading.BoundedSemaphore(PROCESSES)
 
     def warm_up(self) -> None:
-        """Start the first process, whose imports take a second or more."""
-        if not self._idle:
-            self._idle.append(_Process(self._memory))
+        """Start processes, whose imports take a second or more, so that two are ready or will be soon."""
+        while len(self._idle) < WARM:
+            self._idle.insert(0, _Process(self._memory))  # those that are ready are taken first
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         """Return the rendered text. Blocking. `values`: other variables of the template, and options of transformers.
@@ -107,7 +109,7 @@ class TemplateRenderer:
         Raises InvalidRequestError if the template refuses the messages, fails, or reaches a limit, and OSError if no
         process can be started.
         """
-        job = {"template": template, "messages": messages, "values": values}
+        job: dict[str, Any] = {"template": template, "messages": messages, "values": values}
         job |= {"seconds": self._cpu_seconds, "most_chars": MAX_PROMPT_CHARS}
         try:
             outcome, text = self._ask(json.dumps(job).encode() + b"\n")
@@ -146,6 +148,7 @@ class TemplateRenderer:
                     answer = process.ask(job)
                 except _EndedError as ended:
                     if ended.args[0] == -signal.SIGPROF:
+                        self.warm_up()
                         return "time", ""
                     continue
                 self._idle.append(process)

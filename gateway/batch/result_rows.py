@@ -53,8 +53,8 @@ def is_intact(row: bytes) -> bool:
 def _is_whole(row: bytes) -> bool:
     """Return whether a row without a checksum, as state folders of schema 2 have, is undamaged as far as it shows."""
     try:
-        return orjson.loads(row).keys() == {"id", "custom_id", "response", "error"}
-    except ValueError:
+        return set(orjson.loads(row)) == {"id", "custom_id", "response", "error"}
+    except (ValueError, TypeError):
         return False
 
 
