@@ -14,8 +14,8 @@ from faulty_runner import FaultyRunner
 from test_sick_engine import VOCAB, make_engine
 from test_structured import ask
 
-from engine.errors import CONTROL, LibraryPanicError, as_error
 from engine.forms import EmbeddingSpec, Grammar, Pooling
+from engine.panics import CONTROL, LibraryPanicError, as_error
 from engine.structured.compiler import GrammarError
 from engine.text.tokenizer import Tokenizer
 

@@ -30,9 +30,9 @@ import numpy as np
 
 from engine.api import SamplingParams
 from engine.arrays import BoolArray, Int32Array, IntArray
-from engine.errors import as_error
 from engine.execution.rows import RowTable
 from engine.forms import Grammar
+from engine.panics import as_error
 from engine.text.thoughts import ThoughtTracker
 
 if TYPE_CHECKING:  # running a model does not need the grammar compiler

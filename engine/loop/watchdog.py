@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 from engine.api import EngineStats, RequestClass
 from engine.core import EngineCore
-from engine.errors import EngineStepError, as_error
+from engine.errors import EngineStepError
 from engine.machine.activity import Activity, ThreadActivity
+from engine.panics import as_error
 from engine.scheduling.output import UNMASKED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.report import report_stats
 

@@ -48,15 +48,8 @@ def _mark_starter() -> None:
     _thread.is_starter = True
 
 
-def _make_starter() -> None:
-    global starter
-    starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-starter", initializer=_mark_starter)
-    """A permanent thread, because the kernel ends a child together with the thread that started it."""
-
-
-starter: ThreadPoolExecutor
-_make_starter()
-os.register_at_fork(after_in_child=_make_starter)  # a fork has no threads
+starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-starter", initializer=_mark_starter)
+"""A permanent thread, because the kernel ends a child together with the thread that started it."""
 ROOT = Path(__file__).resolve().parents[2]
 _START = (
     "import runpy, sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; "

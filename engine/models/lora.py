@@ -20,11 +20,12 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.config import NamedFolder
-from engine.errors import LibraryPanicError, ModelLoadError, as_error
+from engine.errors import ModelLoadError
 from engine.models.families import family_named
 from engine.models.linear import Linear
 from engine.models.spec import ModelShape, ModelSpec, read_json
 from engine.models.weights import LayerWeights, split_over, straighten
+from engine.panics import LibraryPanicError, as_error
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")

@@ -28,10 +28,11 @@ from engine import flight, openmp
 from engine.api import EngineRequest, FinishReason, LoadReport, RequestOutput, RequestTimes
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError, as_error
+from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.flight import FlightRecorder
 from engine.machine.output import say
 from engine.machine.processes import serve_socket, settle
+from engine.panics import as_error
 from engine.process import frames
 from engine.process.causes import START, SYSTEM, is_of_system, start_error
 from engine.process.golden import HOUR, Golden, golden_file

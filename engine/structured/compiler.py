@@ -18,8 +18,9 @@ import orjson
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from engine.arrays import Int32Array
-from engine.errors import InvalidRequestError, QueueFullError, as_error
+from engine.errors import InvalidRequestError, QueueFullError
 from engine.forms import MAX_GRAMMAR_BYTES, Grammar
+from engine.panics import as_error
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 import numpy as np
 
-from engine.errors import as_error
 from engine.forms import Grammar
+from engine.panics import as_error
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError, Matcher, source_of
 
 Result = TypeVar("Result")

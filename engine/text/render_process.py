@@ -1,10 +1,10 @@
 """Render chat templates within limits of time and memory; runs as a script, which imports nothing of tidemill.
 
 A job is a line of JSON on the standard input. Its answer on the standard output is a line with an outcome and a number
-of bytes, then as many bytes of text. A job beyond its CPU time ends the process by SIGPROF, also inside C code.
+of bytes, then as many bytes of text. The process ends with its standard input. A job beyond its CPU time ends the
+process by SIGPROF, also inside C code.
 """
 
-import ctypes
 import json
 import resource
 import signal
@@ -18,8 +18,6 @@ MAX_REASON_CHARS = 200
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent ends this process
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG, as in `die_with_parent`
     memory = int(sys.argv[1])
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import InvalidRequestError
-from engine.machine.processes import start_process
 
 MAX_PROMPT_CHARS = 16 * 2**20
 CPU_SECONDS = 2.0
@@ -44,7 +43,7 @@ class _Process:
     def __init__(self, memory: int) -> None:
         command = [sys.executable, "-P", str(_SCRIPT), str(memory)]
         pipe = subprocess.PIPE
-        self._child = start_process(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
 
     def ask(self, job: bytes) -> tuple[str, str]:
         """Return outcome and text of a job. Raises _EndedError with a negative signal number, or 0."""

@@ -11,7 +11,8 @@ from typing import Any
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from engine.errors import ConfigError, InvalidRequestError, ModelLoadError, as_error
+from engine.errors import ConfigError, InvalidRequestError, ModelLoadError
+from engine.panics import as_error
 from engine.text.chat_template import ChatTemplate, complete, encode_text
 from engine.text.detokenizer import ByteRule, detokenizer_for, read_byte_rule
 from engine.text.renderer import shared_renderer

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
 from engine.api import EngineStats, RequestClass
-from engine.errors import as_error
+from engine.panics import as_error
 from gateway.batch.feed import Window
 from gateway.batch.lengths import RANGES, AnswerLengths
 from gateway.batch.limits import BatchLimits

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from engine.errors import CONTROL, as_error
+from engine.panics import CONTROL, as_error
 from gateway.batch.causes import Cause, cause_of, kind_of, retry_after
 from gateway.batch.cluster import Membership
 from gateway.batch.failures import LineFailures

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from engine.api import Lane
-from engine.errors import as_error
+from engine.panics import as_error
 from gateway.batch.feed import Job
 from gateway.batch.forecast import Forecast
 from gateway.batch.lengths import LineLengths

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import anyio
 
 from engine.api import EngineRequest, Lane, RequestClass
-from engine.errors import InvalidRequestError, as_error
+from engine.errors import InvalidRequestError
+from engine.panics import as_error
 from engine.turns import Turns
 from gateway.batch.causes import Cause, cause_of
 from gateway.batch.lengths import LineLengths

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from engine.errors import ConfigError, as_error
+from engine.errors import ConfigError
+from engine.panics import as_error
 from gateway.batch.webhooks import SECRETS, Failure
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError

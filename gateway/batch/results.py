@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from anyio import to_thread
 
-from engine.errors import as_error
+from engine.panics import as_error
 from gateway.batch.feed import FinishedLine, Job, Window
 from gateway.batch.journal import frame
 from gateway.http.errors import log_unexpected

@@ -9,7 +9,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from engine.errors import ConfigError, as_error
+from engine.errors import ConfigError
+from engine.panics import as_error
 from engine.refusals import is_loopback
 from gateway.context import is_operator, tenant_of
 from gateway.http.errors import ApiError, log_unexpected

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from engine.api import EngineStats, Lane
-from engine.errors import as_error
+from engine.panics import as_error
 from gateway.batch.causes import Cause, cause_of
 from gateway.batch.cluster import Leases, Membership
 from gateway.batch.feed import FinishedLine, Job, Window

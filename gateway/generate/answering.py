@@ -17,7 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine.api import RequestClass
-from engine.errors import TidemillError, as_error
+from engine.errors import TidemillError
+from engine.panics import as_error
 from engine.turns import Turns
 from gateway.context import GatewayContext, context_of, key_of, tenant_of, tier_of
 from gateway.generate.choices import Generation

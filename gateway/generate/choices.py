@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from engine.api import EngineClient, FinishReason, OutputStream, RequestOutput, TokenLogprobs
-from engine.errors import EngineStepError, EngineUnavailableError, TidemillError, as_error
+from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
+from engine.panics import as_error
 from engine.text.stopping import OutputTextStream
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing

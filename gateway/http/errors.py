@@ -22,12 +22,11 @@ from engine.errors import (
     EngineStepError,
     EngineUnavailableError,
     InvalidRequestError,
-    LibraryPanicError,
     QueueFullError,
     RetryableError,
     TidemillError,
-    as_error,
 )
+from engine.panics import LibraryPanicError, as_error
 
 log = logging.getLogger("tidemill.gateway")
 

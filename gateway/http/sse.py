@@ -9,7 +9,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import as_error
+from engine.panics import as_error
 from gateway.http.json_text import escape_line_ends
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError, LibraryPanicError, as_error
+from engine.errors import ConfigError
 from engine.machine.extras import install_command
+from engine.panics import LibraryPanicError, as_error
 from gateway.store.disk import Disk, StorageError
 
 PIECE_BYTES = 16 * 1024 * 1024

@@ -14,7 +14,8 @@ from functools import wraps
 from inspect import signature
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
-from engine.errors import ConfigError, as_error
+from engine.errors import ConfigError
+from engine.panics import as_error
 from gateway.store.disk import StorageError, StorageHealth
 
 ResultT = TypeVar("ResultT")

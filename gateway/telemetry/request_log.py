@@ -18,7 +18,8 @@ from typing import Any
 import orjson
 
 from engine.api import EngineStats, FinishReason, RequestClass, TokenCosts
-from engine.errors import ConfigError, as_error
+from engine.errors import ConfigError
+from engine.panics import as_error
 from gateway.telemetry.account import Account
 from predictor.slo import Objective, parse_slo
 

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.api import ColocationStats, EngineState, EngineStats, RequestClass
-from engine.errors import as_error
+from engine.panics import as_error
 from gateway.context import Lifecycle, is_still_accepted
 from gateway.health import check_sees_all
 from gateway.http.errors import ApiError, log_unexpected
