@@ -18,10 +18,10 @@ from benchmarks.machine import describe
 from benchmarks.scripted import STALL_SECONDS, STALL_TEXT, answer_to, serving
 from loadgen import workers
 from loadgen.arrivals import constant_rate, schedule
-from loadgen.client import Target
 from loadgen.plan import WORDS, Plan, Windows, WordCosts
 from loadgen.records import RequestRecord
 from loadgen.stats import nearest_rank, stream
+from loadgen.target import Target
 from loadgen.traces import Content
 from loadgen.workloads import fixed
 

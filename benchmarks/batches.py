@@ -14,8 +14,9 @@ from typing import Any
 
 from benchmarks.live import make_model_folder, read_metric, read_page, server
 from benchmarks.machine import describe
-from loadgen.client import Client, Target
+from loadgen.client import Client
 from loadgen.jobs import TERMINAL, create, expect, job_lines, upload
+from loadgen.target import Target
 
 ENDPOINT = "/v1/completions"
 

@@ -32,7 +32,8 @@ from benchmarks.demo_training.corpus import Corpus, messages
 from benchmarks.live import ANSWER_SECONDS, Served, demo_server, metrics_page, read_metric
 from benchmarks.machine import describe
 from benchmarks.speculation import CHAT, end_of, start_job
-from loadgen.client import Client, Target
+from loadgen.client import Client
+from loadgen.target import Target
 
 COMMON = ("--dtype=float32", "--max-model-len=1024", "--max-queue-time=none", "--slo=ttft_p99=60s,tbt_p99=10s")
 CALM = ("--speculation=off",)

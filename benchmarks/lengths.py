@@ -36,6 +36,7 @@ from gateway.batch import pace
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.worker import BatchWorker
+from gateway.store.clock import StoreClock
 from gateway.store.folder import StateFolder, open_state
 from gateway.store.objects import TERMINAL, BatchJob, FileObject, Usage, new_batch_id, new_file_id
 from predictor.online import OnlineModel
@@ -202,7 +203,7 @@ async def run_batch(machine: Machine, root: Path, shape: str, args: argparse.Nam
         max_lines=lambda _: None,
         stats=lambda: report_stats(server.core.state),
         set_lane=server.core.set_lane,
-        clock=lambda: EPOCH + server.now,
+        clock=StoreClock(lambda: EPOCH + server.now, lambda: server.now),
     )
     await worker.start()
     run, next_look = BatchRun(), 0.0

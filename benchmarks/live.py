@@ -20,9 +20,10 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from benchmarks.apart import run_here
-from loadgen.client import Client, Target
+from loadgen.client import Client
 from loadgen.plan import Plan, TokenIds
 from loadgen.records import Records, RequestRecord
+from loadgen.target import Target
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

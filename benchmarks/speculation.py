@@ -39,9 +39,10 @@ from benchmarks.machine import describe
 from benchmarks.peers import finders
 from benchmarks.peers.engine import start_all
 from loadgen.arrivals import constant_rate
-from loadgen.client import Client, Target
+from loadgen.client import Client
 from loadgen.jobs import TERMINAL, create, expect, job_lines, upload
 from loadgen.records import RequestRecord
+from loadgen.target import Target
 
 ARMS = {"on": ("--speculation=on",), "off": ("--speculation=off",)}
 CHAT = "/v1/chat/completions"

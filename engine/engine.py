@@ -48,6 +48,7 @@ from engine.loop.watchdog import STALL_SECONDS, FaultLog, ProgressWatchdog, Step
 from engine.machine.activity import Activity, read_activity
 from engine.machine.link import LinkLostError
 from engine.machine.processes import collect_due
+from engine.panics import as_error
 from engine.scheduling.moving import MovedRequest, Moves
 from engine.scheduling.next_step import may_run_ahead
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
@@ -420,7 +421,8 @@ class Engine:
                 else:
                     await self._sleep()
                     self._busy_since = self._clock()
-        except Exception as error:
+        except BaseException as raised:
+            error = as_error(raised)
             log.critical("the engine loop ended: %r", error, exc_info=error)
             self._give_up("loop", "its loop ended")
 
@@ -491,7 +493,8 @@ class Engine:
             check_result(output, result, self.info.vocab_size)
             if self._recorder is not None:
                 self._recorder.completed(result, self._clock())
-        except Exception as error:  # an error of a model step ends its requests, not the server
+        except BaseException as raised:  # an error of a model step ends its requests, not the server
+            error = as_error(raised)
             result = None
             await self._on_failed_step(output, error)
         if self._death is not None:
@@ -551,7 +554,8 @@ class Engine:
             return
         try:
             tell(self.colocation, *facts)
-        except Exception as error:
+        except BaseException as raised:
+            error = as_error(raised)
             self._faults.report("the SLO keeper failed", error)
 
     def _deliver(self, output: RequestOutput) -> None:

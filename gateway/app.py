@@ -186,7 +186,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
     context.metrics.registry.register(BatchCollector(worker, ownership, notifier))
     app.state.batches = BatchState(folder, limits, worker, tenants, rules)
-    context.metrics.on_end.append(partial(usage.count_request, tenants))
+    context.metrics.on_end.append(partial(usage.count_request, tenants, context.metrics.engine_time))
     for resource in (files, parts, batches, message_batches, usage):
         app.include_router(resource.router)
 

@@ -17,10 +17,11 @@ from typing import Any, NoReturn, TextIO, cast
 from engine import __version__, openmp
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError, TidemillError
+from engine.machine.extras import install_command
 from engine.machine.folders import adopt
 from engine.machine.output import TextOutput, dropping_stdout, open_streams, say
 from gateway.commands.batch import add_batch, add_server, positive, server_of
-from gateway.commands.flags import flags_of, given, resolve_configs
+from gateway.commands.flags import flags_of, given, resolve_configs, unknown_variables
 from gateway.commands.help import SHELLS, Parser, RootParser, add_by_task, completion_script
 from gateway.config import ServerConfig
 from gateway.models import ModelNames
@@ -230,6 +231,8 @@ def _chat(arguments: argparse.Namespace) -> int:
 @dropping_stdout()
 def _serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
+    for line in unknown_variables([*flags_of(EngineConfig), *flags_of(ServerConfig)], os.environ):
+        say(line)
     served = server_config.served_model_name or (model_name(engine_config),)
     ModelNames(served, [each.name for each in parse_adapters(engine_config.lora)])  # raises if a name is taken
     state = importlib.import_module("gateway.store.opening").find_state(server_config.state_dir)
@@ -342,7 +345,7 @@ def _loadgen(command: str, *words: str) -> int:
     try:
         module = importlib.import_module(_LOADGEN[command])
     except ImportError as error:
-        raise ConfigError(f"{error.name} is missing; run pip install 'tidemill[loadgen]'") from None
+        raise ConfigError(f"{error.name} is missing; run {install_command('loadgen')}") from None
     return int(module.main(list(words)))
 
 

@@ -174,6 +174,12 @@ def key_of(request: Request) -> Key | None:
     return cast(Key | None, request.scope.get("state", {}).get("key"))
 
 
+def is_still_accepted(request: Request) -> bool:
+    """Return whether the keys still give the request the same rights, for responses that last."""
+    ring, key = context_of(request).keys.ring, key_of(request)
+    return not ring if key is None else ring.holds(key) and ring.sees_all(key) == sees_all(request)
+
+
 def tier_of(request: Request) -> Tier:
     """Return the service tier for requests without one."""
     key = key_of(request)

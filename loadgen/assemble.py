@@ -6,20 +6,21 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
 
 from loadgen import InputError, ServerError, formats, workloads
 from loadgen.arrivals import Process, parse_curve
-from loadgen.client import Target
-from loadgen.jobs import window_seconds
 from loadgen.metrics import Slo
 from loadgen.plan import Plan, TokenIds, Windows
-from loadgen.session import Session
+from loadgen.target import Target, window_seconds
 from loadgen.traces import Trace
 from loadgen.workloads import Options, Workload
+
+if TYPE_CHECKING:
+    from loadgen.session import Session  # imports the HTTP client
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Setup:
         """Return the windows over a workload's schedule. Raise InputError if they leave nothing to measure."""
         return Windows(self.args.warmup, self.args.cooldown, self.args.drain, made.horizon)
 
-    def plan(self, made: Workload, session: Session) -> Plan:
+    def plan(self, made: Workload, session: "Session") -> Plan:
         """Return the plan of a run."""
         args = self.args
         jobs = tuple(replace(job, completion_window=args.completion_window) for job in made.jobs)

@@ -10,7 +10,6 @@ each chunk, the tokens of an event are the growth of `completion_tokens` since t
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -18,34 +17,13 @@ import orjson
 
 from loadgen import ServerError
 from loadgen.records import Outcome, RequestRecord
+from loadgen.target import Target
 
 KEEP_ALIVE = 2.0
 """Keep-alive of idle connections, seconds. Servers close theirs after 5 s; a POST on a closed connection would fail."""
 DATA = b"data:"
 DONE = b"[DONE]"
 MAX_LINE = 16 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The server under test."""
-
-    base_url: str
-    endpoint: str = "/v1/completions"  # path of online requests
-    model: str = ""
-    api_key: str = field(default="", repr=False)
-    headers: tuple[tuple[str, str], ...] = ()
-    timeout: float = 600.0  # of a request, seconds
-    silent_tokens: bool = False  # a chunk without text counts as a token event if its usage grew
-
-    @property
-    def chat(self) -> bool:
-        """Whether the endpoint is chat completions."""
-        return self.endpoint.rstrip("/").endswith("chat/completions")
-
-    def url(self, path: str) -> str:
-        """Return the URL of a path, which starts with /."""
-        return self.base_url.rstrip("/") + path
 
 
 class Client:

@@ -145,11 +145,3 @@ class JobRun:
             usage = ((row.get("response") or {}).get("body") or {}).get("usage") or {}
             self.record.input_tokens += int(usage.get("prompt_tokens") or 0)
             self.record.output_tokens += int(usage.get("completion_tokens") or 0)
-
-
-def window_seconds(text: str) -> float:
-    """Parse a completion window such as "24h", "30m", "90s" or "7d"; return seconds. Raise ServerError if invalid."""
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-    if text[-1:] not in units or not text[:-1].replace(".", "", 1).isdigit():
-        raise ServerError(f"invalid completion window {text!r}; use e.g. 90m, 24h or 7d")
-    return float(text[:-1]) * units[text[-1]]

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from loadgen import InputError
-from loadgen.client import Target
 from loadgen.stats import stream
+from loadgen.target import Target
 from loadgen.traces import Content, Segment, Trace
 
 UNIQUE = -1

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import orjson
 
 from loadgen.client import Client
-from loadgen.jobs import JobRun, job_lines, window_seconds
+from loadgen.jobs import JobRun, job_lines
 from loadgen.plan import FIRST_OFFLINE, Plan, joined
 from loadgen.records import ClientSample, JobRecord, Records, RequestRecord
+from loadgen.target import window_seconds
 from loadgen.traces import Trace
 
 SAMPLE_EVERY = 1.0

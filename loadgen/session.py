@@ -9,9 +9,10 @@ from typing import Any, Literal, TypeVar
 import orjson
 
 from loadgen import ServerError
-from loadgen.client import Client, Target, describe_server, error_message, wait_ready
+from loadgen.client import Client, describe_server, error_message, wait_ready
 from loadgen.plan import ANCHOR, WORDS, Plan, Source, TokenIds, WordCosts, output_fields
 from loadgen.records import RequestRecord
+from loadgen.target import Target
 from loadgen.traces import Content
 from loadgen.workers import loop_factory
 

@@ -207,14 +207,14 @@ def _lengths(values: Iterable[object]) -> Lengths:
 
 def _row(promise: Promise | None) -> list[Any]:
     """Return a promise as JSON values, null for no limit; an empty list for the promise of the default class."""
-    return [] if promise is None else [None if value == math.inf else value for value in promise]
+    return [] if promise is None else [None if value == math.inf else value for value in promise[:4]]
 
 
 def _promise(row: Sequence[Any]) -> Promise | None:
     if not row:
         return None
-    service, *limits = row
-    return Promise(str(service), *[math.inf if value is None else _finite(value) for value in limits])
+    ttft, tbt, e2e = (math.inf if value is None else _finite(value) for value in row[1:])
+    return Promise(str(row[0]), ttft, tbt, e2e)
 
 
 NEIGHBOURS = 24

@@ -31,12 +31,22 @@ class Promise(NamedTuple):
         ttft: From arrival to the first token.
         tbt: Between two tokens.
         e2e: From arrival to the last token.
+        is_stated: A limit is tighter than that of the class without a bound that the operator allows, so that the
+            request is judged by the limits of its class.
     """
 
     service: str = DEFAULT_CLASS
     ttft: float = math.inf
     tbt: float = math.inf
     e2e: float = math.inf
+    is_stated: bool = False
+
+    def judged(self, usual: "Promise") -> "Promise":
+        """Return the promise by which the request is judged; `usual`: that of its class."""
+        if not self.is_stated:
+            return self
+        limits = max(self.ttft, usual.ttft), max(self.tbt, usual.tbt), max(self.e2e, usual.e2e)
+        return Promise(self.service, *limits)
 
     def __str__(self) -> str:
         limits = {name: getattr(self, name) for name in ("ttft", "tbt", "e2e")}

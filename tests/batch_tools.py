@@ -22,6 +22,7 @@ from gateway.batch.feeder import RunLine
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.worker import BatchWorker
+from gateway.store.clock import StoreClock
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder, open_state
 from gateway.store.objects import BatchJob, FileObject, new_batch_id, new_file_id
@@ -277,5 +278,5 @@ def make_worker(
         max_lines=lambda _tenant: None,
         stats=EngineStats,
         set_lane=lambda _batch, _lane: None,
-        clock=clock,
+        clock=StoreClock(clock),
     )

@@ -20,8 +20,10 @@ class FaultyRunner:
     `failures`: the work of the steps whose error was taken notice of, `steps`: of all.
     """
 
-    def __init__(self, inner: Any, fails: Callable[[int, list[Work]], bool]) -> None:
-        self._inner = inner
+    def __init__(
+        self, inner: Any, fails: Callable[[int, list[Work]], bool], error: Callable[[str], BaseException] = RuntimeError
+    ) -> None:
+        self._inner, self._error = inner, error
         self._fails = fails
         self._owners: dict[int, str] = {}
         self.failures: list[list[Work]] = []
@@ -38,7 +40,7 @@ class FaultyRunner:
 
         def fail() -> ModelRunnerOutput:
             self.failures.append(work)
-            raise RuntimeError("illegal memory access")
+            raise self._error("illegal memory access")
 
         return fail
 

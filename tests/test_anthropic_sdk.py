@@ -197,9 +197,19 @@ async def test_a_message_batch_from_creation_to_deletion(batches: Batches) -> No
         assert results[name].type == "errored" and results[name].error.error.type == "invalid_request_error"
     assert "temperature" in results["hot"].error.error.message
     assert (await ours.batches.retrieve(batch.id.removeprefix("msg"))).endpoint == "/v1/messages"
+    names = [file.filename async for file in ours.files.list()]
     deleted = await client.messages.batches.delete(batch.id)
     check_types(deleted)
     assert deleted.id == batch.id and not [file async for file in ours.files.list()]
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/messages", "body": good[0]["params"]}
+    content = json.dumps(line).encode()
+    for name in (*names, "message_batch.jsonl"):  # a user's file stays, whatever its name
+        given = await ours.files.create(file=(name, content), purpose="batch")
+        own = await ours.batches.create(input_file_id=given.id, endpoint="/v1/messages", completion_window="24h")  # type: ignore[arg-type]
+        await ended(client, f"msg{own.id}")
+        await client.messages.batches.delete(f"msg{own.id}")
+        assert [file.id async for file in ours.files.list()] == [given.id]
+        await ours.files.delete(given.id)
     for work in (client.messages.batches.retrieve, client.messages.batches.delete, client.messages.batches.cancel):
         with pytest.raises(anthropic.NotFoundError):
             await work(batch.id)

@@ -167,7 +167,7 @@ def test_a_template_that_refuses_or_fails_is_a_bad_request(tmp_path: Path) -> No
 
 
 def test_what_a_template_may_write_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.text.chat_template.MAX_PROMPT_CHARS", 1000)
+    monkeypatch.setattr("engine.text.renderer.MAX_PROMPT_CHARS", 1000)
     tokenizer = Tokenizer.load(folders.byte_level(tmp_path, "{{ messages[0].content * 100 }}"), probe=False)
     assert tokenizer.encode_chat(user("x"))
     with pytest.raises(InvalidRequestError, match="the limit is 1,000"):

@@ -21,7 +21,7 @@ import yaml
 from engine.config import EngineConfig
 from engine.refusals import check_combinations
 from gateway.cli import _parser
-from gateway.commands.flags import flags_of, resolve_configs
+from gateway.commands.flags import flags_of, resolve_configs, unknown_variables
 from gateway.config import ServerConfig
 from gateway.server import CLOSE_SECONDS, LAST_SECONDS
 from gateway.store.opening import find_state
@@ -250,3 +250,59 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     unit.write_text(text.replace("/opt/tidemill/bin/tidemill", sys.executable))
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "tidemill" not in done.stdout + done.stderr, done.stderr
+
+
+def links_of(service: dict[str, Any]) -> dict[str, str]:
+    """The variables that the kubelet gives to the pods of a Service's namespace."""
+    name = service["metadata"]["name"].upper().replace("-", "_")
+    (port, *_), address = service["spec"]["ports"], "10.96.0.12"
+    number, url = str(port["port"]), f"tcp://{address}:{port['port']}"
+    own = f"{name}_PORT_{number}_TCP"
+    return {
+        f"{name}_SERVICE_HOST": address,
+        f"{name}_SERVICE_PORT": number,
+        f"{name}_SERVICE_PORT_{port['name'].upper()}": number,
+        f"{name}_PORT": url,
+        own: url,
+        f"{own}_PROTO": "tcp",
+        f"{own}_PORT": number,
+        f"{own}_ADDR": address,
+    }
+
+
+SERVICES = [
+    (f"{path.parent.name}/{document['metadata']['name']}", document)
+    for path in sorted((DOCKER / "deploy").rglob("*.yaml"))
+    for document in documents(path)
+    if document.get("kind") == "Service"
+]
+
+
+@pytest.mark.parametrize("service", [document for _, document in SERVICES], ids=[name for name, _ in SERVICES])
+@pytest.mark.parametrize("in_env", [True, False], ids=["manifest", "own manifest"])
+def test_the_links_of_services_are_no_settings(service: dict[str, Any], in_env: bool) -> None:
+    flags = [flag for kind in (EngineConfig, ServerConfig) for flag in flags_of(kind)]
+    environment = links_of(service) | {"TIDEMILL_REDIS_SERVICE_HOST": "10.0.0.1", "TIDEMILL_REDIS_PORT": "tcp://x:1"}
+    for name in ("kubernetes/statefulset", "cluster/deployment"):
+        pod = documents(DOCKER / "deploy" / f"{name}.yaml")[0]["spec"]["template"]["spec"]
+        assert pod["enableServiceLinks"] is False
+        given = {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
+        assert given["TIDEMILL_PORT"] == "8000" == str(service["spec"]["ports"][0]["port"])
+        given = environment | (given if in_env else {})
+        _, server = resolve_configs(_parser().parse_args(["serve"]), (EngineConfig, ServerConfig), given)
+        assert server.port == 8000 and not unknown_variables(flags, given)
+
+
+def test_unknown_variables_are_named() -> None:
+    flags = [flag for kind in (EngineConfig, ServerConfig) for flag in flags_of(kind)]
+    given = {"TIDEMILL_SLOO": "x", "TIDEMILL_QQQQQQQQQ": "1", "TIDEMILL_SLO": "x", "TIDEMILL_URL": "x", "OTHER": "x"}
+    unknown, typed = unknown_variables(flags, given)
+    assert unknown == "TIDEMILL_QQQQQQQQQ is unknown and has no effect"
+    assert typed == "TIDEMILL_SLOO is unknown and has no effect; did you mean TIDEMILL_SLO?"
+
+
+def test_the_unit_lets_several_ranks_and_gpus_work() -> None:
+    unit = (DOCKER / "deploy" / "tidemill.service").read_text()
+    assert "AF_NETLINK" in re.findall(r"^RestrictAddressFamilies=(.*)$", unit, re.MULTILINE)[0].split()
+    assert re.search(r"^ExecStartPre=-\+/usr/bin/nvidia-modprobe -c 0 -u$", unit, re.MULTILINE)
+    assert "DeviceAllow" not in unit and "PrivateDevices" not in unit, "or the device files would be out of reach"

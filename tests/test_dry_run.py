@@ -141,7 +141,7 @@ def test_what_others_hold_is_an_error(capsys: pytest.CaptureFixture[str], tmp_pa
         (("--request-log", "{tmp}"), "--request-log {tmp}: Is a directory"),
         (("--state-dir", "{tmp}/file"), "--state-dir {tmp}/file cannot be used: Not a directory"),
         (("--ray", "nonsense"), "--ray must be HOST:PORT, auto or local, not 'nonsense'"),
-        (("--ray", "10.0.0.1:6379"), "--ray needs the extra 'ray'"),
+        (("--ray", "10.0.0.1:6379"), "--ray needs ray; run "),
         (
             ("--overload", "hidden", "--online-policy", "fcfs"),
             "--overload hidden needs a policy that selects requests; set --online-policy",

@@ -15,12 +15,12 @@ import pytest
 from loadgen_server import Script, serving
 
 from loadgen import metrics, workers
-from loadgen.client import Client, StreamEvents, Target
-from loadgen.jobs import window_seconds
+from loadgen.client import Client, StreamEvents
 from loadgen.metrics import Slo
 from loadgen.plan import FIRST_OFFLINE, Job, Plan, TokenIds, Windows
 from loadgen.records import Records, RequestRecord
 from loadgen.runner import Progress, Run
+from loadgen.target import Target, window_seconds
 from loadgen.traces import Trace
 from loadgen.workloads import fixed
 

@@ -221,7 +221,7 @@ async def test_one_server_per_database(
         await asyncio.to_thread(open_state, Place(tmp_path / "b", postgres.address))
     await folder.store._writer.run(lambda c: c.execute(f"UPDATE schema_version SET version = {VERSION + 1}"))
     await folder.close()
-    with pytest.raises(ConfigError, match="written by another version"):
+    with pytest.raises(ConfigError, match="written by a newer version"):
         await asyncio.to_thread(open_state, Place(tmp_path / "b", postgres.address))
     (tmp_path / "b" / "tidemill.db").touch()
     with pytest.raises(ConfigError, match="holds the batches of a server without PostgreSQL"):

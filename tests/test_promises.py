@@ -84,12 +84,15 @@ BOTH = Key(b"", "acme", classes=("premium", "agent"), bounds=(("e2e", 5.0),))
 @pytest.mark.parametrize(("headers", "fields", "key", "expected"), [
     ({}, {}, None, None),
     # The request of llm-d's guide to scheduling by predicted latency: curl -H 'x-slo-ttft-ms: 500' ...
-    ({"x-prediction-based-scheduling": "true", TTFT: "500", TPOT: "100"}, {}, None, Promise("default", 0.5, 0.1)),
+    (
+        {"x-prediction-based-scheduling": "true", TTFT: "500", TPOT: "100"}, {}, None,
+        Promise("default", 0.5, 0.1, is_stated=True),
+    ),
     ({TTFT: "0"}, {}, None, None),
-    ({TTFT: "5e-324"}, {"tidemill": {"tpot_ms": 5e-324}}, None, Promise("default", 1e-6, 1e-6)),
+    ({TTFT: "100"}, {"tidemill": {"tpot_ms": 10}}, None, Promise("default", 0.1, 0.01, is_stated=True)),
     ({TTFT: "1500.5"}, {}, KEY, Promise("default", 1.5005, 0.1)),
     ({TTFT: "200", TPOT: "10", E2E: "1"}, {}, KEY, None),
-    ({E2E: "9000"}, {}, None, Promise("default", 1.0, 0.1, 9.0)),
+    ({E2E: "9000"}, {}, None, Promise("default", 1.0, 0.1, 9.0, True)),
     ({}, {"tidemill": {"class": "premium", "tpot_ms": 80}}, None, Promise("premium", 0.3, 0.08)),
     ({TPOT: "70"}, {"tidemill": {"class": "premium", "tpot_ms": 80}}, None, Promise("premium", 0.3, 0.07)),
     ({OBJECTIVE: "agent"}, {}, None, AGENT),
@@ -119,6 +122,36 @@ def test_a_promise_that_is_refused(headers: dict[str, str], fields: dict[str, An
     content = {"messages": [{"role": "user", "content": "x"}], "tidemill": fields or None}
     with pytest.raises(kind):
         promise_of(headers, ChatCompletionRequest.model_validate(content), KEY, SLOS)
+
+
+@pytest.mark.parametrize(("headers", "fields", "least"), [
+    ({TPOT: "0.001"}, {}, "at least 10 "),
+    ({TTFT: "5e-324"}, {}, "at least 100 "),
+    ({}, {"tpot_ms": 9.9}, "'tidemill.tpot_ms' must be at least 10 "),
+    ({TTFT: "0.5"}, {"class": "agent"}, "at least 1 "),
+    ({E2E: "0.5"}, {}, "at least 1 "),
+])  # fmt: skip
+def test_an_impossible_limit_is_refused(headers: dict[str, str], fields: dict[str, Any], least: str) -> None:
+    content = {"messages": [{"role": "user", "content": "x"}], "tidemill": fields or None}
+    with pytest.raises(InvalidRequestError, match=least):
+        promise_of(headers, ChatCompletionRequest.model_validate(content), None, SLOS)
+
+
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_a_limit_that_a_request_states_for_itself_is_no_miss_of_its_class(is_stated: bool) -> None:
+    model, budget = OnlineModel(MODEL), initial_budget(SLOS, MODEL)
+    core = make_core("goodput", model, objective_of(SLOS, budget))
+    keeper = Colocation(core, model, SLOS, budget)
+    keeper.set_budget(budget, "searched", replayed=True)
+    promise = Promise("default", 0.1, 0.01, 0.1, is_stated)
+    for number in range(40):
+        times = RequestTimes(float(number), first_token=number + 0.2)
+        keeper.on_promise(ask(str(number), 2, 9, 2, promise), float(number))
+        for count, reason in ((1, None), (2, FinishReason.LENGTH)):
+            output = RequestOutput(str(number), (1,), None, times, 9, 0, count, reason, beside_offline=True)
+            keeper.on_end(output, number + 0.2 + 0.05 * (count - 1))
+    stats = keeper.stats(40.0)
+    assert (stats.bad_requests, stats.breaker_openings > 0) == ((0, False) if is_stated else (40, True))
 
 
 def test_keys_name_classes_and_bounds(tmp_path: Path) -> None:

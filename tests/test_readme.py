@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from gateway import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+INSTALL = "python3 -m venv .venv && .venv/bin/pip install ."
 PAGES = [README, *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 ADDRESS = "http://127.0.0.1:8000"
 CURL = re.compile(
@@ -80,7 +83,7 @@ def test_every_command_of_the_readme_exists(tmp_path: Path) -> None:
     found = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     blocks = [block for language, block in found if not language and "curl" not in block]
     lines = [re.split(r"\s+#", line)[0] for block in blocks for line in block.splitlines()]
-    assert {"pip install .", "make serve", "make wheel"} <= set(lines)
+    assert {INSTALL, "make serve", "make wheel"} <= set(lines)
     for line in lines:
         if line.startswith("git clone "):
             command = line.replace("ADDRESS", f"file://{ROOT} --quiet --depth 1") + " && test -f Makefile"
@@ -88,7 +91,28 @@ def test_every_command_of_the_readme_exists(tmp_path: Path) -> None:
         elif line.startswith("make "):
             subprocess.run(f"{line} --dry-run", shell=True, cwd=ROOT, check=True, capture_output=True)
         else:
-            assert line == "pip install ." or line.startswith("tidemill "), line
+            assert line == INSTALL or line.startswith(("tidemill ", ".venv/bin/tidemill ", "sudo apt install ")), line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_first_block_works_where_the_system_manages_pip(tmp_path: Path) -> None:
+    """As on Debian 12 (PEP 668): no virtual environment, and a `pip` that refuses. Needs a package registry."""
+    (block,) = re.findall(r"^```\n(.*?git clone.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)[:1]
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "python3").symlink_to(Path(sys._base_executable).resolve())  # type: ignore[attr-defined]
+    refuses = "echo error: externally-managed-environment >&2; exit 1"
+    for name, text in (("sudo", "exit 0"), ("pip", refuses), ("pip3", refuses)):
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    program = block.replace("ADDRESS", f"file://{ROOT} --quiet --depth 1")
+    program = program.replace("serve Qwen/Qwen3-0.6B", "serve --dry-run")
+    kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "HTTP", "http", "no_proxy"))}
+    environment = kept | {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    command = ["sh", "-e", "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

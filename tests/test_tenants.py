@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -14,11 +14,12 @@ import pytest
 from batch_tools import batch_server, client_of, jsonl, keys_of, line, results_of, submit, until
 from fake_engine import MODEL, Script, Served
 
-from engine.api import EngineRequest, TokenCosts
+from engine.api import EngineRequest, EngineStats, EngineView, TokenCosts
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.batch.usage import Bill
 from gateway.store.objects import Usage
+from gateway.telemetry.engine_time import EngineTime
 from gateway.web import routes as web
 
 MISSING_FILE, MISSING_BATCH = "file-" + "0" * 32, "batch_" + "0" * 32
@@ -389,7 +390,24 @@ async def test_usage_by_tenant_and_batch_with_prices(tokenizer: Tokenizer, tmp_p
 
 def test_engine_seconds_and_value_of_tokens() -> None:
     """Cached prompt tokens take no time, but they are paid."""
-    bill = Bill(TokenCosts(0.001, 0.01), (1.0, 3.0)).of(Usage(1000, 400, 50))
-    assert (bill["engine_seconds"], bill["value"]) == (pytest.approx(1.1), pytest.approx(0.00115))
-    unknown = Bill(None, None).of(Usage(1, 0, 1))
+    bill = Bill(True, (1.0, 3.0)).of(Usage(1000, 400, 50, engine_us=1_100_000))
+    assert (bill["engine_seconds"], bill["value"]) == (1.1, pytest.approx(0.00115))
+    unknown = Bill(False, None).of(Usage(1, 0, 1))
     assert unknown["engine_seconds"] is None and unknown["value"] is None
+
+
+@pytest.mark.parametrize("engines", [0, 3])
+def test_requests_are_charged_once_and_no_more_than_the_engines_had(engines: int) -> None:
+    now, costs = [100.0], [TokenCosts(0.001, 0.01)]
+    views = (cast(EngineView, None),) * engines
+    time = EngineTime(lambda: EngineStats(token_costs=costs[0], engines=views), lambda: now[0])
+    assert time.charge(600, 50) == 0, "no time has passed"
+    total = 0
+    for step in range(1, 200):
+        now[0] += 0.5
+        costs[0] = TokenCosts(0.001, 0.01 * step)
+        total += time.charge(600, 50)
+        assert total <= 0.5e6 * step * max(1, engines)
+    now[0] += 1000.0
+    costs[0] = TokenCosts(0.001, 0.01)
+    assert time.charge(600, 50) == pytest.approx(1.1e6 * max(1, engines), abs=2)

@@ -149,5 +149,5 @@ def test_opentelemetry_s_variables_name_the_collector() -> None:
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tidemill\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install --editable .*\[otel\]"):
         Traces("http://localhost:4318/v1/traces", MODEL, "1", lambda: None)  # type: ignore[arg-type,return-value]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.errors import ConfigError
+from engine.machine.extras import install_command
 from tidemill.cells import Row, cell, clean
 
 CHUNK_ROWS = 1000
@@ -30,7 +31,7 @@ def find_arrow() -> Any:
     try:
         importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise ConfigError("Parquet files need pyarrow; run pip install 'tidemill[files]'") from None
+        raise ConfigError(f"Parquet files need pyarrow; run {install_command('files')}") from None
     return importlib.import_module("pyarrow")
 
 

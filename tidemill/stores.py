@@ -1,6 +1,6 @@
 """Files at URLs: `https://` is read, `s3://`, `gs://` and `az://` are read and written.
 
-Object stores need obstore (`pip install 'tidemill[files]'`), which takes credentials from the environment.
+Object stores need obstore (the extra `files`), which takes credentials from the environment.
 """
 
 import importlib
@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from engine.errors import ConfigError
+from engine.machine.extras import install_command
 
 STORES = ("s3", "gs", "az")
 WEB = ("https", "http")
@@ -99,4 +100,4 @@ def _obstore() -> Any:
     try:
         return importlib.import_module("obstore")
     except ImportError:
-        raise ConfigError("object stores need obstore; run pip install 'tidemill[files]'") from None
+        raise ConfigError(f"object stores need obstore; run {install_command('files')}") from None

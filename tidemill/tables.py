@@ -2,7 +2,7 @@
 
 Every row is a dict from column to value. Files are read and written as a stream, except for a JSON array; a written
 file appears by an atomic rename. Text files may be compressed (`.csv.gz`). Parquet needs pyarrow
-(`pip install 'tidemill[files]'`).
+(the extra `files`).
 """
 
 import gzip

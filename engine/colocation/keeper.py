@@ -148,8 +148,10 @@ class Colocation:
 
     def on_promise(self, request: EngineRequest, now: float) -> None:
         """Record a queued request that has a promise of its own."""
-        arrival = OnlineArrival(now, Lengths(len(request.prompt_token_ids), 0), request.promise)
-        self._live[request.request_id] = _Live(arrival, request.promise)
+        assert request.promise is not None
+        promise = request.promise.judged(self.slo.promise(request.promise.service))
+        arrival = OnlineArrival(now, Lengths(len(request.prompt_token_ids), 0), promise)
+        self._live[request.request_id] = _Live(arrival, promise)
 
     def on_refused(
         self, request_class: RequestClass, prompt_tokens: int, now: float, promise: Promise | None = None

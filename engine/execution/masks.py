@@ -15,6 +15,7 @@ tokens as far as the masks allow them: the samples behind a token that they forb
 """
 
 import enum
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +32,13 @@ from engine.api import SamplingParams
 from engine.arrays import BoolArray, Int32Array, IntArray
 from engine.execution.rows import RowTable
 from engine.forms import Grammar
+from engine.panics import as_error
 from engine.text.thoughts import ThoughtTracker
 
 if TYPE_CHECKING:  # running a model does not need the grammar compiler
     from engine.structured.compiler import GrammarCompiler, Matcher
+
+log = logging.getLogger("tidemill.engine")
 
 MAX_FORCED = 32
 """Maximum number of tokens that are known together with a sampled one."""
@@ -118,8 +122,15 @@ class _RowMatcher:
         the masks after each of the tokens that are drafted behind them."""
         began = time.perf_counter()
         said = token_ids[self._num_seen :].tolist()
-        self._state = self._advance(compiler, said, room)
-        self._follow_draft(compiler, drafted)
+        try:
+            self._state = self._advance(compiler, said, room)
+            self._follow_draft(compiler, drafted)
+        except BaseException as raised:  # of the grammar library: only this request ends
+            as_error(raised)
+            log.error("a grammar failed while an answer grew: %s", type(raised).__name__)
+            self._state, self.forced, self.behind = _State.FAILED, (), [(_State.FREE, self.bits)] * len(drafted)
+            if self._matcher is not None:
+                self._matcher.give_up()
         self.seconds = time.perf_counter() - began
 
     def _advance(self, compiler: "GrammarCompiler", token_ids: list[int], room: int) -> _State:

@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.fleet.client import FleetClient
 from engine.flight import Flights
+from engine.machine.extras import install_command
 from engine.machine.facts import Place, read_processor, share_out
 from engine.machine.processes import python_module
 from engine.process import frames
@@ -209,7 +210,7 @@ def _import_ray() -> Any:
         ray: Any = importlib.import_module("ray")
         importlib.import_module("ray.util.scheduling_strategies")
     except ImportError:
-        raise ConfigError("--ray needs the extra 'ray': pip install 'tidemill[ray]'") from None
+        raise ConfigError(f"--ray needs ray; run {install_command('ray')}") from None
     return ray
 
 

@@ -24,6 +24,7 @@ from engine.api import EngineStats, RequestClass
 from engine.core import EngineCore
 from engine.errors import EngineStepError
 from engine.machine.activity import Activity, ThreadActivity
+from engine.panics import as_error
 from engine.scheduling.output import UNMASKED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.report import report_stats
 
@@ -213,8 +214,8 @@ class ProgressWatchdog:
         self._patience += self._seconds * min(2**self._attempts, MAX_PATIENCE)
         try:
             self._recover(self._attempts)
-        except Exception:  # a failed recovery must not end the watchdog, which tries again later
-            log.exception("the recovery failed")
+        except BaseException as raised:  # a failed recovery must not end the watchdog, which tries again later
+            log.error("the recovery failed", exc_info=as_error(raised))
 
 
 def describe(stats: EngineStats) -> str:

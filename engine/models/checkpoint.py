@@ -34,6 +34,7 @@ from engine.models.weights import (
     build_weights,
     torch_dtype,
 )
+from engine.panics import LibraryPanicError, as_error
 
 _INERT = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
 _BY_TOKEN = re.compile(r"(embed_tokens|embed_in|embed_out|lm_head)\.weight$")  # one row for each token
@@ -306,7 +307,10 @@ class Checkpoint:
         path = self._folder / name
         try:
             self._files[name] = safe_open(path, framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
+        except BaseException as raised:
+            error = as_error(raised)
+            if not isinstance(error, SafetensorError | OSError | LibraryPanicError):
+                raise
             raise ModelLoadError(f"{path} {damage_of(path)} ({error}); download it again") from None
         return self._files[name]
 

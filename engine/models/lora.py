@@ -25,6 +25,7 @@ from engine.models.families import family_named
 from engine.models.linear import Linear
 from engine.models.spec import ModelShape, ModelSpec, read_json
 from engine.models.weights import LayerWeights, split_over, straighten
+from engine.panics import LibraryPanicError, as_error
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
@@ -155,7 +156,10 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except BaseException as raised:
+        error = as_error(raised)
+        if not isinstance(error, SafetensorError | OSError | LibraryPanicError):
+            raise
         raise ModelLoadError(f"{path} is not a readable safetensors file: {error}") from None
 
 

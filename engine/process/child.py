@@ -32,6 +32,7 @@ from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, Ti
 from engine.flight import FlightRecorder
 from engine.machine.output import say
 from engine.machine.processes import serve_socket, settle
+from engine.panics import as_error
 from engine.process import frames
 from engine.process.causes import START, SYSTEM, is_of_system, start_error
 from engine.process.golden import HOUR, Golden, golden_file
@@ -199,7 +200,8 @@ class EngineServer:
             await engine.start()
             if self._golden is not None and (wrong := await self._golden.check()) is not None:
                 raise EngineStepError(f"The canary's answers have changed: {wrong}.")
-        except Exception as error:
+        except BaseException as raised:
+            error = as_error(raised)
             log.critical("the first step failed", exc_info=error)
             known = error if isinstance(error, TidemillError) else EngineStepError("The first model step failed.")
             connection.send(_not_started(error, known))
@@ -315,7 +317,11 @@ class EngineServer:
         try:
             async with self._engine.at_rest() if on_trial else contextlib.nullcontext():
                 await self._engine.prepare(requests)
-        except TidemillError as error:
+        except BaseException as raised:
+            error = as_error(raised)
+            if not isinstance(error, TidemillError):
+                log.error("a request could not be prepared", exc_info=error)
+                error = EngineStepError("The server failed to prepare this request.")
             fault = error
         finally:
             for request in requests:

@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from engine.arrays import Int32Array
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.forms import MAX_GRAMMAR_BYTES, Grammar
+from engine.panics import as_error
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -111,6 +112,11 @@ class Matcher:
         tokens = list(self._matcher.compute_ff_tokens())
         return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
 
+    def give_up(self) -> None:
+        """Fail after a panic of the library, which may have left the shared lexer in any state: compile it again."""
+        self.failed = "the grammar library failed"
+        self._grammar.spoiled = True
+
     def _fail(self) -> None:
         error = self._matcher.get_error()
         self.failed = _reason(error)
@@ -158,14 +164,19 @@ class GrammarCompiler:
 
     def build(self, source: str, cost: int = DEFAULT_COST) -> CompiledGrammar:
         """Compile a result of `source_of`; releases the interpreter lock. Raises GrammarError."""
+        tokenizer = self.load()
         try:
-            matcher = LLMatcher(self.load(), source, log_level=0, limits=_LIMITS)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # most limits take effect only here
+            reason = matcher.get_error() if matcher.is_error() else ""
         except (ValueError, RecursionError) as error:
             raise GrammarError(_reason(str(error))) from error
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # most limits take effect only here
-        if matcher.is_error():
-            raise GrammarError(_reason(matcher.get_error()))
+        except BaseException as raised:
+            as_error(raised)
+            raise GrammarError(f"the compiler fails on it ({type(raised).__name__})") from None
+        if reason:
+            raise GrammarError(_reason(reason))
         return CompiledGrammar(matcher, cost)
 
     def check_tokenizer(self, grammar: Grammar) -> None:
@@ -183,8 +194,9 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 try:
                     self._tokenizer = self._read_tokenizer()
-                except (OSError, ValueError) as error:
-                    self._tokenizer = error
+                except BaseException as raised:
+                    error = as_error(raised)
+                    self._tokenizer = error if isinstance(error, OSError | ValueError) else ValueError(repr(error))
             if isinstance(self._tokenizer, Exception):
                 raise self._tokenizer
             return self._tokenizer

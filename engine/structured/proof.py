@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from engine.forms import Grammar
+from engine.panics import as_error
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError, Matcher, source_of
 
 Result = TypeVar("Result")
@@ -102,8 +103,9 @@ def prove(compiler: GrammarCompiler, job: ProofJob) -> Proof | Refusal:
         return Refusal(job.number, str(error))
     except MemoryError:
         return Refusal(job.number, "it takes too much memory to compile")
-    except BaseException as error:  # a panic of the library is not an Exception
-        return Refusal(job.number, f"the compiler fails on it ({type(error).__name__})")
+    except BaseException as raised:
+        as_error(raised)
+        return Refusal(job.number, f"the compiler fails on it ({type(raised).__name__})")
     return Proof(job.number, source, cost)
 
 

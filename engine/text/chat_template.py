@@ -1,8 +1,9 @@
 """Conversion of messages to token ids by the checkpoint's chat template, so that no message can forge a role.
 
-The template runs in transformers' sandbox. If a client's string contains the text of a control token, the text is
-marked before rendering, and in the rendered prompt only the template's own control tokens are encoded as tokens.
-Conversations without such text use transformers' normal path. Rendering should run in a thread.
+The template runs in transformers' sandbox, in a process with limits (`engine.text.renderer`). If a client's string
+contains the text of a control token, the text is marked before rendering, and in the rendered prompt only the
+template's own control tokens are encoded as tokens. Conversations without such text are encoded as rendered.
+Rendering should run in a thread.
 """
 
 import json
@@ -19,8 +20,6 @@ from engine.errors import InvalidRequestError
 from engine.text.folding import fold, part_text
 from engine.text.template_probe import TemplateFacts
 
-MAX_PROMPT_CHARS = 16 * 2**20
-_MAX_MESSAGE_CHARS = 200
 _MAX_DIGITS = 4000  # of an integer in past calls; Python converts at most 4,300
 
 # Unicode noncharacters, which do not occur in text for interchange.
@@ -44,7 +43,7 @@ def encode_text(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_token
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer. `render(messages, **kwargs)` is transformers' rendering to a string."""
+    """Chat template of a tokenizer. `render(messages, **values)` renders it, and raises InvalidRequestError."""
 
     def __init__(
         self,
@@ -87,7 +86,8 @@ class ChatTemplate:
         marked = any(self._control_pattern.search(text) for text in _strings(inputs))
         if marked:
             inputs = _map_strings(inputs, self._mark)
-        text = self._render_text(inputs, add_generation_prompt)
+        options = {"add_generation_prompt": add_generation_prompt, **inputs["template_kwargs"]}
+        text = self._render(inputs["messages"], tools=inputs["tools"], **options)
         if marked:
             return self._plain_text_encoder().encode(text)
         ids = encode_text(self._backend, text, add_special_tokens=False, param="messages")
@@ -101,31 +101,6 @@ class ChatTemplate:
         A template that writes an end token may use the other token inside an answer, such as between two channels.
         """
         return ids if self._end_id is None or ids & self._written_ids else ids | {self._end_id}
-
-    def _render_text(self, inputs: dict[str, Any], add_generation_prompt: bool) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            text = self._render(
-                inputs["messages"],
-                tools=inputs["tools"],
-                add_generation_prompt=add_generation_prompt,
-                **inputs["template_kwargs"],
-            )
-        except TemplateError as error:
-            reason = (error.message or type(error).__name__)[:_MAX_MESSAGE_CHARS]
-            raise InvalidRequestError(
-                f"The chat template refuses these messages: {reason}", param="messages"
-            ) from error
-        except Exception as error:  # a template is a program; any operation may fail on unusual input
-            reason = type(error).__name__
-            raise InvalidRequestError(
-                f"The chat template fails on these messages ({reason}).", param="messages"
-            ) from error
-        if len(text) > MAX_PROMPT_CHARS:
-            message = f"The prompt has {len(text):,} characters after applying the chat template; the limit is"
-            raise InvalidRequestError(f"{message} {MAX_PROMPT_CHARS:,}.", param="messages")
-        return text
 
     def _mark(self, text: str) -> str:
         return self._control_pattern.sub(lambda match: _MARK + match[0], _RESERVED.sub("\ufffd", text))

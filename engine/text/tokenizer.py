@@ -12,8 +12,10 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from engine.errors import ConfigError, InvalidRequestError, ModelLoadError
+from engine.panics import as_error
 from engine.text.chat_template import ChatTemplate, complete, encode_text
 from engine.text.detokenizer import ByteRule, detokenizer_for, read_byte_rule
+from engine.text.renderer import shared_renderer
 from engine.text.template_probe import TemplateFacts, probe_templates
 
 CHANNEL_TOKENS = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"})
@@ -166,7 +168,8 @@ def _load_backend(folder: Path) -> Any:
         raise ModelLoadError(f'{folder} has no tokenizer.json; make it with: python -c "{convert}"')
     try:
         backend = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises various types for broken files
+    except BaseException as raised:  # the library raises various types for broken files
+        error = as_error(raised)
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise ModelLoadError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches of one text need no threads
@@ -202,16 +205,16 @@ def _template_sources(backend: Any) -> dict[str, str]:
 
 
 def _chat_template(backend: Any, sources: Mapping[str, str], facts: TemplateFacts) -> ChatTemplate:
-    def render(messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        if not facts.bare_calls:
-            return str(backend.apply_chat_template(messages, tokenize=False, **kwargs))
-        from transformers.utils.chat_template_utils import render_jinja_template
+    main = sources.get("default") or next(iter(sources.values()))
+    renderer = shared_renderer()
+    renderer.warm_up()
 
-        # `apply_chat_template` would drop a content of None, which the template reads
-        template = sources.get("default") or next(iter(sources.values()))
-        values = {**backend.special_tokens_map, **kwargs}
-        texts, _ = render_jinja_template(conversations=[messages], chat_template=template, **values)
-        return str(texts[0])
+    def render(messages: list[dict[str, Any]], *, tools: Any, **options: Any) -> str:
+        """Render as `apply_chat_template`, but keep a content of None if the template reads it."""
+        if not facts.bare_calls:
+            messages = [{name: value for name, value in each.items() if value is not None} for each in messages]
+        template = main if tools is None or facts.bare_calls else sources.get("tool_use", main)
+        return renderer.render(template, messages, {**backend.special_tokens_map, "tools": tools, **options})
 
     return ChatTemplate(render, backend.backend_tokenizer, sources, facts)
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
 from engine.api import EngineStats, RequestClass
+from engine.panics import as_error
 from gateway.batch.feed import Window
 from gateway.batch.lengths import RANGES, AnswerLengths
 from gateway.batch.limits import BatchLimits
@@ -63,8 +64,8 @@ class Membership:
                 await apply(await self.beat())
             except (StorageError, IllegalTransition):
                 pass  # the next heartbeat
-            except Exception as error:
-                log_unexpected(error)
+            except BaseException as raised:
+                log_unexpected(as_error(raised))
             await asyncio.sleep(self._limits.beat_seconds)
 
     async def beat(self) -> Beat:

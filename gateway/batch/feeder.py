@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from engine.panics import CONTROL, as_error
 from gateway.batch.causes import Cause, cause_of, kind_of, retry_after
 from gateway.batch.cluster import Membership
 from gateway.batch.failures import LineFailures
@@ -30,7 +31,7 @@ log = logging.getLogger("tidemill.gateway")
 
 RunLine = Callable[[str, dict[str, Any], LineOrigin], Awaitable[LineAnswer]]
 Envelope = dict[str, Any]
-CONTROL = -1
+CONTROL_RANK = -1
 """Rank of a control: a line with a result row that runs again to test whether lines can succeed."""
 
 
@@ -79,7 +80,8 @@ class LineFeeder:
                     job = self.order.pick()
                     if job is None or not await self._feed(job):
                         break
-            except Exception as error:  # a bug in FeedOrder; a bug in a job's turn only pauses that job
+            except BaseException as raised:  # a bug in FeedOrder; a bug in a job's turn only pauses that job
+                error = as_error(raised)
                 log_unexpected(error)
                 await asyncio.sleep(self._limits.retry_seconds)
                 self._wake.set()
@@ -120,10 +122,11 @@ class LineFeeder:
                 return job.exhausted and not (job.retry or job.ahead)
             self._window.take(refs)
             envelopes = await self._retry.run(lambda: self._read(job, refs))
-        except BaseException as error:
+        except BaseException as raised:
             self._window.release(refs)
-            job.retry.extendleft(ref for ref in reversed(refs) if ref.rank != CONTROL)
-            if not isinstance(error, Exception) or self._retry.stopping:
+            job.retry.extendleft(ref for ref in reversed(refs) if ref.rank != CONTROL_RANK)
+            error = as_error(raised)
+            if self._retry.stopping:
                 raise
             self._turn_failed(job, error)
             return True
@@ -132,7 +135,7 @@ class LineFeeder:
             self._window.release(refs)
             return True
         for ref, envelope in zip(refs, envelopes, strict=True):
-            if ref.rank != CONTROL:
+            if ref.rank != CONTROL_RANK:
                 job.answers.begin(ref)
             task = asyncio.create_task(self._execute(job, ref, envelope))
             job.running.add(task)
@@ -178,12 +181,12 @@ class LineFeeder:
     async def _execute(self, job: Job, ref: LineRef, envelope: Envelope | None) -> None:
         try:
             line = await self._finished(job, ref, envelope)
-        except Exception as error:  # `cause_of` classifies every failure
-            self._failed(job, ref, envelope, error)
-        except BaseException:
+        except CONTROL:
             self._window.release([ref])
             self._run_again(job, ref)
             raise
+        except BaseException as raised:  # `cause_of` classifies every failure
+            self._failed(job, ref, envelope, as_error(raised))
         else:
             self._end(job, line)
 
@@ -202,12 +205,12 @@ class LineFeeder:
         self._failures.ended(job.batch.id, job.trials, line.ref.rank, line.succeeded)
         self._system_pauses = 0
         if line.succeeded:
-            job.trials.control = line.ref._replace(rank=CONTROL)
+            job.trials.control = line.ref._replace(rank=CONTROL_RANK)
             if job.trials.pauses:
                 job.trials.pauses = 0
                 self._pausing.discard(job)
                 self._rested(job)
-        if line.ref.rank == CONTROL:
+        if line.ref.rank == CONTROL_RANK:
             self._window.release([line.ref])
         else:
             job.answers.add(line.ref, line.usage.output_tokens)
@@ -255,7 +258,7 @@ class LineFeeder:
 
     def _run_again(self, job: Job, ref: LineRef, faults: int = 0) -> None:
         """Return the line to its job: at once, or after the backoff of `faults` consecutive failures."""
-        if ref.rank == CONTROL:
+        if ref.rank == CONTROL_RANK:
             return
 
         def again() -> None:

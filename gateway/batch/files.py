@@ -2,11 +2,11 @@
 
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
 import anyio
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.batch.limits import BatchState, state_of
 from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
-from gateway.batch.result_rows import Part, intact_parts
+from gateway.batch.result_rows import intact_parts
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.batch.uploads import MAX_OVERHEAD, Upload, UploadParser
 from gateway.context import context_of, tenant_of
@@ -115,7 +115,7 @@ async def room(request: Request, quota: int | None) -> int:
     state = state_of(request)
     if quota is None:
         return state.limits.file_bytes
-    used = await state.folder.store.stored_bytes(tenant_of(request), state.now())
+    used = await state.folder.store.stored_bytes(tenant_of(request), state.expiry_now())
     announced = request.headers.get("content-length", "0")
     least = int(announced[:20]) - MAX_OVERHEAD if announced.isdigit() else 0
     if max(1, least) > quota - used:
@@ -189,7 +189,7 @@ async def list_files(request: Request) -> Response:
     page = read_page(request, default=MAX_LISTED, most=MAX_LISTED, orders=True)
     purpose = request.query_params.get("purpose") or None
     try:
-        files, more = await state.folder.store.list_files(listed_tenant(request), page, purpose, state.now())
+        files, more = await state.folder.store.list_files(listed_tenant(request), page, purpose, state.expiry_now())
     except UnknownCursor:
         unknown_cursor()
     return list_response([shown(request, file, file.as_json()) for file in files], more)
@@ -205,7 +205,7 @@ async def find_file(request: Request, file_id: str) -> FileObject:
     """Return a file. Raises ApiError 404 for a missing file and, without the operator role, for another tenant's."""
     state = state_of(request)
     if FILE_ID.fullmatch(file_id):
-        file = await state.folder.store.get_file(reached_tenant(request), file_id, state.now())
+        file = await state.folder.store.get_file(reached_tenant(request), file_id, state.expiry_now())
         if file is not None:
             return file
     raise no_such_file()
@@ -231,7 +231,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
 async def remove_file(request: Request, file_id: str) -> bool:
     """Delete a file; return False if it does not exist. Raises FileInUse for the input of an unfinished batch."""
     state = state_of(request)
-    deleted = await state.folder.store.delete_file(reached_tenant(request), file_id, state.now())
+    deleted = await state.folder.store.delete_file(reached_tenant(request), file_id, state.expiry_now())
     if deleted:
         await to_thread.run_sync(state.folder.remove_body, file_id)
     return deleted
@@ -259,29 +259,12 @@ async def open_content(request: Request, file: FileObject) -> "FileContent":
     # An open descriptor stays readable if the file is deleted meanwhile.
     descriptor = await to_thread.run_sync(open_file)
     try:
-        parts = await to_thread.run_sync(_verified, file, descriptor)
+        content = FileContent(file, descriptor, state_of(request).readers)
+        await content.begin()
     except BaseException:
         os.close(descriptor)
         raise
-    return FileContent(descriptor, parts)
-
-
-def _verified(file: FileObject, descriptor: int) -> list[Part]:
-    """Return the parts of the file's content, with error rows for damaged rows. Raises ApiError 500 for a truncated
-    upload."""
-    try:
-        size = os.fstat(descriptor).st_size
-        if file.purpose == "batch_output":
-            parts = intact_parts(descriptor, file.bytes)
-            if parts != [(0, file.bytes)]:
-                log.error("file %s is damaged: error rows replace the damaged rows", file.id)
-            return parts
-    except OSError as error:
-        raise StorageError from error
-    if size != file.bytes:
-        message = f"The stored file is damaged: it has {size} of {file.bytes} bytes. Upload it again."
-        raise ApiError(500, message, code="file_damaged", headers={"x-should-retry": "false"})
-    return [(0, size)]
+    return content
 
 
 def _nothing() -> None:
@@ -289,17 +272,32 @@ def _nothing() -> None:
 
 
 class FileContent(Response):
-    """Send an open file, and close it in every case. Reading stops when the client disconnects."""
+    """Send an open file, and close it in every case. Result files are verified as they are sent. Reading and verifying
+    stop when the client disconnects. Raises ApiError 500 for a truncated upload.
+
+    `readers` limits the threads that read files, so that downloads leave the other threads to other requests.
+    """
 
     media_type = "application/octet-stream"
 
-    def __init__(self, descriptor: int, parts: list[Part]) -> None:
+    def __init__(self, file: FileObject, descriptor: int, readers: CapacityLimiter) -> None:
         self.status_code = 200
         self.background = None
         self._descriptor = descriptor
-        self._parts = parts
-        size = sum(len(part) if isinstance(part, bytes) else part[1] - part[0] for part in parts)
-        self.init_headers({"content-length": str(size), "x-content-type-options": "nosniff"})
+        self._readers = readers
+        self._first = b""
+        self._is_damaged = False
+        headers = {"x-content-type-options": "nosniff"}
+        if file.purpose == "batch_output":  # of unknown length: error rows replace damaged rows
+            self._pieces = intact_parts(descriptor, file.bytes, lambda: self._on_damage(file.id))
+        else:
+            headers["content-length"] = str(_check_size(file, descriptor))
+            self._pieces = _read_pieces(descriptor, file.bytes)
+        self.init_headers(headers)
+
+    async def begin(self) -> None:
+        """Read the first piece, so that a file that cannot be read is an error response. Raises StorageError."""
+        self._first = await self._next()
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -317,17 +315,35 @@ class FileContent(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the content, read piece by piece. Raises StorageError."""
-        for part in self._parts:
-            if isinstance(part, bytes):
-                yield part
-                continue
-            for start in range(*part, READ_BYTES):
-                yield await to_thread.run_sync(self._read, start, min(READ_BYTES, part[1] - start))
+        """Yield the content, read piece by piece. A StorageError breaks the response off."""
+        piece = self._first
+        while piece:
+            yield piece
+            piece = await self._next()
 
-    def _read(self, start: int, length: int) -> bytes:
-        """Read bytes. A StorageError breaks the response off."""
+    async def _next(self) -> bytes:
         try:
-            return os.pread(self._descriptor, length, start)
+            return await to_thread.run_sync(next, self._pieces, b"", limiter=self._readers)
         except OSError as error:
             raise StorageError from error
+
+    def _on_damage(self, file_id: str) -> None:
+        if not self._is_damaged:
+            log.error("file %s is damaged: error rows replace the damaged rows", file_id)
+        self._is_damaged = True
+
+
+def _check_size(file: FileObject, descriptor: int) -> int:
+    try:
+        size = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise StorageError from error
+    if size != file.bytes:
+        message = f"The stored file is damaged: it has {size} of {file.bytes} bytes. Upload it again."
+        raise ApiError(500, message, code="file_damaged", headers={"x-should-retry": "false"})
+    return size
+
+
+def _read_pieces(descriptor: int, size: int) -> Iterator[bytes]:
+    for start in range(0, size, READ_BYTES):
+        yield os.pread(descriptor, min(READ_BYTES, size - start), start)

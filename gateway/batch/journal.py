@@ -1,6 +1,6 @@
 """Journal of a batch: result rows in the order in which the lines finished, each with rank, usage and checksum.
 
-    <CRC-32, 8 hex digits> <rank> <1 or 0: succeeded> <input>/<cached>/<output>/<reasoning tokens> <result row>
+    <CRC-32, 8 hex digits> <rank> <1 or 0: succeeded> <input>/<cached>/<output>/<reasoning tokens>/<engine us> <row>
 
 The checksum covers the batch id and the rest of the row, so bytes of another batch or line are detected.
 Blocking: call it in a worker thread.
@@ -28,7 +28,7 @@ class JournalRow(NamedTuple):
 
 def frame(batch_id: str, rank: int, succeeded: bool, usage: Usage, row: bytes) -> bytes:
     """Return the journal entry of a finished line."""
-    content = b"%d %d %d/%d/%d/%d %b" % (rank, succeeded, *usage, row)
+    content = b"%d %d %d/%d/%d/%d/%d %b" % (rank, succeeded, *usage, row)
     return _checksum(batch_id, content) + content
 
 

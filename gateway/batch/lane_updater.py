@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from engine.api import Lane
+from engine.panics import as_error
 from gateway.batch.feed import Job
 from gateway.batch.forecast import Forecast
 from gateway.batch.lengths import LineLengths
@@ -43,8 +44,8 @@ class LaneUpdater:
             self._changed.clear()
             try:
                 await self.update()
-            except Exception as error:
-                log_unexpected(error)
+            except BaseException as raised:
+                log_unexpected(as_error(raised))
             await asyncio.sleep(JUDGE_SECONDS)
 
     def changed(self) -> None:

@@ -1,10 +1,9 @@
 """Limits and shared state of the files and batches endpoints."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from anyio import CapacityLimiter
 from starlette.requests import Request
 
 from gateway.batch.webhooks import WebhookRules
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from gateway.batch.worker import BatchWorker
 
 UPLOADS_EACH, UPLOADS_IN_ALL = 16, 64
+READERS = 2
 MAX_BACK_OFF = 60.0
 """Maximum pause in seconds."""
 MAX_DOUBLINGS = 30
@@ -56,7 +56,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """`clock` is the wall clock; `uploads` limits concurrent uploads per tenant and in total."""
+    """`uploads` limits concurrent uploads per tenant and in total."""
 
     folder: StateFolder
     limits: BatchLimits
@@ -64,11 +64,17 @@ class BatchState:
     tenants: "TenantExchange"
     webhooks: WebhookRules | None = None
     """None: webhooks are refused."""
-    clock: Callable[[], float] = time.time
+    readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(READERS))
+    """Threads that read and verify files for downloads."""
     uploads: UploadPlaces = field(default_factory=lambda: UploadPlaces(UPLOADS_EACH, UPLOADS_IN_ALL))
 
     def now(self) -> int:
-        return int(self.clock())
+        """Return the time for new objects."""
+        return self.jobs.clock.now()
+
+    def expiry_now(self) -> int:
+        """Return the time that decides what has expired."""
+        return self.jobs.clock.expiry_now()
 
 
 def state_of(request: Request) -> BatchState:

@@ -12,6 +12,7 @@ import anyio
 
 from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import InvalidRequestError
+from engine.panics import as_error
 from engine.turns import Turns
 from gateway.batch.causes import Cause, cause_of
 from gateway.batch.lengths import LineLengths
@@ -24,6 +25,7 @@ from gateway.generate.threads import run_text_work
 from gateway.http.errors import to_api_error
 from gateway.http.json_text import load_json
 from gateway.store.objects import Usage
+from gateway.telemetry.engine_time import EngineTime
 
 INLINE_LINE = 8 * 1024
 """Maximum bytes of a line that is validated on the event loop (0.1 ms): a thread hop would cost more."""
@@ -71,7 +73,8 @@ class LineRunner:
         caller decides whether the line runs again. Cancelling ends the line in the engine."""
         try:
             return await self._answer(ENDPOINTS[endpoint], body, origin)
-        except Exception as error:
+        except BaseException as raised:
+            error = as_error(raised)
             if cause_of(error) is not Cause.REQUEST:
                 raise
             answer = to_api_error(error)
@@ -90,13 +93,14 @@ class LineRunner:
             answer = await collect(generation, endpoint.format(context, asked, plan, None))
         finally:
             generation.abort()
-        return LineAnswer(200, answer, _usage(generation.usage()))
+        return LineAnswer(200, answer, _usage(generation.usage(), context.metrics.engine_time))
 
 
-def _usage(used: dict[str, Any]) -> Usage:
+def _usage(used: dict[str, Any], engine_time: EngineTime) -> Usage:
     cached = used["prompt_tokens_details"]["cached_tokens"]
     thoughts = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
-    return Usage(used["prompt_tokens"], cached, used["completion_tokens"], thoughts)
+    prompt, output = used["prompt_tokens"], used["completion_tokens"]
+    return Usage(prompt, cached, output, thoughts, engine_time.charge(prompt - cached, output))
 
 
 def _offline(plan: GenerationPlan, origin: LineOrigin) -> GenerationPlan:

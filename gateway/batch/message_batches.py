@@ -35,7 +35,6 @@ PATH = f"{MESSAGES_PATH}/batches"
 MAX_REQUESTS = 50_000
 MAX_LISTED = 1000
 WINDOW_SECONDS = 86_400
-FILE_NAME = "message_batch.jsonl"
 _PREFIX = "msg"
 _ENDS = {"batch_expired": "expired", "batch_cancelled": "canceled"}
 
@@ -87,9 +86,10 @@ async def create_message_batch(request: Request) -> Response:
     context_of(request).lifecycle.check_accepting()
     state, tenant = state_of(request), tenant_of(request)
     lines = await read_json(request, lambda raw: _input_lines(raw, state.limits))
-    file = await store_content(request, lines, FILE_NAME)
+    batch_id = new_batch_id()
+    file = await store_content(request, lines, _input_name(batch_id))
     now = state.now()
-    batch = BatchJob(new_batch_id(), tenant, MESSAGES_PATH, file.id, "24h", now, now + WINDOW_SECONDS)
+    batch = BatchJob(batch_id, tenant, MESSAGES_PATH, file.id, "24h", now, now + WINDOW_SECONDS)
     try:
         created = await add_batch(request, batch)
     except ApiError:
@@ -151,8 +151,8 @@ async def delete_message_batch(request: Request, message_batch_id: str) -> Respo
     if batch.status not in TERMINAL:
         raise ApiError(400, "The batch has not ended; cancel it first.", param="message_batch_id", code="invalid_value")
     await state.folder.store.delete_batch(batch.id)
-    given = await state.folder.store.get_file(reached_tenant(request), batch.input_file_id, state.now())
-    own_input = batch.input_file_id if given is not None and given.filename == FILE_NAME else None
+    given = await state.folder.store.get_file(reached_tenant(request), batch.input_file_id, state.expiry_now())
+    own_input = batch.input_file_id if given is not None and given.filename == _input_name(batch.id) else None
     for file_id in (own_input, batch.output_file_id, batch.error_file_id):
         if file_id is not None:
             with suppress(FileInUse):
@@ -185,6 +185,11 @@ async def _find(request: Request, message_batch_id: str) -> BatchJob:
     if batch.endpoint != MESSAGES_PATH:
         raise ApiError(404, "The batch is not one of /v1/messages.", param="message_batch_id", code="batch_not_found")
     return batch
+
+
+def _input_name(batch_id: str) -> str:
+    """Return the name of the input file that the server made for a batch; no upload knows the id before the batch."""
+    return f"{batch_id}_input.jsonl"
 
 
 def _our_id(message_batch_id: str) -> str:

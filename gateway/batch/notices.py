@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from engine.errors import ConfigError
+from engine.panics import as_error
 from gateway.batch.webhooks import SECRETS, Failure
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError
@@ -108,8 +109,8 @@ class Notifier:
                     seconds = min(seconds, max(0.0, next_due - self._clock()))
             except StorageError:
                 pass  # look again later
-            except Exception as error:
-                log_unexpected(error)
+            except BaseException as raised:
+                log_unexpected(as_error(raised))
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._wake.wait()
@@ -130,8 +131,8 @@ class Notifier:
             await self._settle(notice, await self._send(notice))
         except StorageError:
             await asyncio.sleep(FIRST_PAUSE)  # the attempt is repeated
-        except Exception as error:
-            log_unexpected(error)
+        except BaseException as raised:
+            log_unexpected(as_error(raised))
             await asyncio.sleep(FIRST_PAUSE)
         finally:
             del self._running[(notice.batch, notice.channel)]

@@ -6,7 +6,7 @@
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from secrets import token_hex
 from typing import Any
@@ -48,44 +48,56 @@ def is_sealed(row: bytes) -> bool:
 
 def is_intact(row: bytes) -> bool:
     """Return whether a row (without its line end) is undamaged."""
+    if row.startswith(_PREFIX) and row[_SALT : _SALT + 2] == b'",':
+        return _is_whole(row)
     if not (row.startswith(_PREFIX) and row[_SEAL : _SEAL + 2] == b'",'):
         return False
     crc = zlib.crc32(row[_SEAL + 2 :], zlib.crc32(row[len(_PREFIX) : _SALT]))
     return row[_SALT:_SEAL] == b"%08x" % crc
 
 
-Part = tuple[int, int] | bytes
-"""A byte range (start, end) of a file, or bytes that replace a damaged range."""
+def _is_whole(row: bytes) -> bool:
+    """Return whether a row without a checksum, as state folders of schema 2 have, is undamaged as far as it shows."""
+    try:
+        return set(orjson.loads(row)) == {"id", "custom_id", "response", "error"}
+    except (ValueError, TypeError):
+        return False
 
 
-def intact_parts(descriptor: int, size: int) -> list[Part]:
-    """Return the content of a result file of `size` bytes, with an error row for each damaged row.
+def intact_parts(descriptor: int, size: int, on_damage: Callable[[], None] = lambda: None) -> Iterator[bytes]:
+    """Yield the content of a result file of `size` bytes, verified as it is read, in pieces of about READ_BYTES.
 
-    An undamaged file is `[(0, size)]`. Blocking: reads the whole file. Raises OSError if the system fails.
+    An error row takes the place of each damaged row, and `on_damage` is called for it. Blocking. Raises OSError if the
+    system fails.
     """
-    parts: list[Part] = []
-    there = min(size, os.fstat(descriptor).st_size)
+    there, piece = min(size, os.fstat(descriptor).st_size), bytearray()
     for start, line in _lines(descriptor, there):
         if line.endswith(b"\n") and is_intact(line[:-1]):
-            _keep(parts, start, start + len(line))
+            piece += line
         else:
-            _salvage(parts, start, line)
+            on_damage()
+            piece += b"".join(_salvaged(start, line))
+        if len(piece) >= READ_BYTES:
+            yield bytes(piece)
+            piece.clear()
     if there < size:
-        parts.append(_damaged(there, f"The file is {size - there} bytes too short: rows are missing."))
-    return parts
+        on_damage()
+        piece += _damaged(there, f"The file is {size - there} bytes too short: rows are missing.")
+    if piece:
+        yield bytes(piece)
 
 
-def _salvage(parts: list[Part], start: int, line: bytes) -> None:
-    """Keep the intact rows within a damaged line: a damaged line end joins two rows."""
+def _salvaged(start: int, line: bytes) -> Iterator[bytes]:
+    """Yield the intact rows within a damaged line: a damaged line end joins two rows."""
     bounds = [0, *_starts(line), len(line)]
     for begin, end in pairwise(bounds):
-        piece = line[begin:end]
-        if is_intact(piece):
-            parts.append(piece + b"\n")
-        elif is_intact(piece[:-1]):
-            parts.append(piece[:-1] + b"\n")
-        elif piece:
-            parts.append(_damaged(start + begin, f"{end - begin} bytes from byte {start + begin} on are damaged."))
+        row = line[begin:end]
+        if is_intact(row):
+            yield row + b"\n"
+        elif is_intact(row[:-1]):
+            yield row[:-1] + b"\n"
+        elif row:
+            yield _damaged(start + begin, f"{end - begin} bytes from byte {start + begin} on are damaged.")
 
 
 def _starts(line: bytes) -> Iterator[int]:
@@ -99,13 +111,6 @@ def _damaged(place: int, message: str) -> bytes:
     """Return an error row for the damage at byte `place`; its id is the same at each read."""
     message = f"{message} Resend the lines that have no row in this file or in the batch's other file."
     return _row(None, None, {"code": RESULT_DAMAGED, "message": message}, salt=f"{place:032x}")
-
-
-def _keep(parts: list[Part], start: int, end: int) -> None:
-    if parts and isinstance(last := parts[-1], tuple) and last[1] == start:
-        parts[-1] = (last[0], end)
-    else:
-        parts.append((start, end))
 
 
 def _lines(descriptor: int, size: int) -> Iterator[tuple[int, bytes]]:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from anyio import to_thread
 
+from engine.panics import as_error
 from gateway.batch.feed import FinishedLine, Job, Window
 from gateway.batch.journal import frame
 from gateway.http.errors import log_unexpected
@@ -151,7 +152,8 @@ class ResultWriter:
             await self._store_group(job, lines)
         except StorageError:
             log.warning("%d results could not be stored before shutdown; their lines run again", len(lines))
-        except Exception as error:  # a bug or a damaged database: keep the results, which cost engine time
+        except BaseException as raised:  # a bug or a damaged database: keep the results, which cost engine time
+            error = as_error(raised)
             log_unexpected(error)
             if not job.closing:
                 self._keep(job, lines)

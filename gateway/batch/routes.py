@@ -17,7 +17,7 @@ from gateway.batch.limits import BatchState, state_of
 from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.batch.webhooks import SECRETS
-from gateway.context import context_of, tenant_of
+from gateway.context import context_of, is_still_accepted, tenant_of
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import read_json
 from gateway.generate.validation import StrictBody, at_most, parse_json, validate
@@ -110,7 +110,7 @@ async def create_batch(request: Request) -> Response:
     if not FILE_ID.fullmatch(body.input_file_id):
         raise no_such_file("input_file_id")
     created = await add_batch(request, batch, _idempotency(request, body))
-    file = await state.folder.store.get_file(created.tenant, created.input_file_id, now)
+    file = await state.folder.store.get_file(created.tenant, created.input_file_id, state.expiry_now())
     notes = await state.jobs.first_notes(created, 0 if file is None else file.bytes)
     return json_response(created.as_json(notes))
 
@@ -195,6 +195,8 @@ async def _changes(request: Request, batch: BatchJob | None) -> AsyncGenerator[b
         if batch.status in TERMINAL or lifecycle.stopped:
             return
         await asyncio.sleep(LOOK_SECONDS)
+        if not is_still_accepted(request):
+            return
         with suppress(StorageError):
             batch = await state.folder.store.get_batch(reached_tenant(request), batch.id)
 

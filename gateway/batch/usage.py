@@ -1,4 +1,4 @@
-"""GET /v1/usage: tokens, predicted engine seconds and value by tenant, and of each batch."""
+"""GET /v1/usage: tokens, engine seconds and value by tenant, and of each batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.api import TokenCosts
 from gateway.batch.limits import state_of
 from gateway.batch.listing import describe_page, json_response, read_page, refuse, unknown_cursor
 from gateway.batch.tenants import TenantExchange, listed_tenant, shown
 from gateway.context import context_of
 from gateway.store.objects import UnknownCursor, Usage
 from gateway.telemetry.account import Account
+from gateway.telemetry.engine_time import EngineTime
 
 router = APIRouter()
 
@@ -29,24 +29,23 @@ _DESCRIPTION["parameters"] += [
 ]
 
 
-def count_request(tenants: TenantExchange, account: Account) -> None:
+def count_request(tenants: TenantExchange, engine_time: EngineTime, account: Account) -> None:
     """Add the tokens of a request that ended to its tenant's. Batch lines are not added: the store counts them."""
     request = account.request
     if not request.job:
-        used = Usage(account.num_prompt_tokens, account.num_cached_tokens, account.num_tokens)
+        prompt, cached, output = account.num_prompt_tokens, account.num_cached_tokens, account.num_tokens
+        used = Usage(prompt, cached, output, engine_us=engine_time.charge(prompt - cached, output))
         tenants.usage[request.tenant] = tenants.usage.get(request.tenant, Usage()).plus(used)
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """Figures of token usage. `costs`: engine seconds per token, if known; `prices`: of a million tokens, if given."""
+    """Figures of token usage. `is_timed`: engine time is known; `prices`: of a million tokens, if given."""
 
-    costs: TokenCosts | None
+    is_timed: bool
     prices: tuple[float, float] | None
 
     def of(self, usage: Usage) -> dict[str, Any]:
-        computed = usage.input_tokens - usage.cached_tokens
-        seconds = None if self.costs is None else round(self.costs.of(computed, usage.output_tokens), 6)
         value = None
         if self.prices is not None:
             price_in, price_out = self.prices
@@ -55,7 +54,7 @@ class Bill:
             "input_tokens": usage.input_tokens,
             "cached_tokens": usage.cached_tokens,
             "output_tokens": usage.output_tokens,
-            "engine_seconds": seconds,
+            "engine_seconds": usage.engine_us / 1e6 if usage.engine_us or self.is_timed else None,
             "value": value,
         }
 
@@ -65,11 +64,7 @@ async def read_usage(request: Request) -> Response:
     """Return the usage of the key's tenant, or of the query's `tenant`; batches are listed as in /v1/batches."""
     tenant, page = listed_tenant(request), read_page(request, default=20, most=MAX_LISTED)
     context, state = context_of(request), state_of(request)
-    stats = context.metrics.stats
-    costs = stats.token_costs
-    if costs is not None and stats.engines:  # these costs are of all engines side by side
-        costs = TokenCosts(*(len(stats.engines) * cost for cost in costs))
-    bill = Bill(costs, _prices(request))
+    bill = Bill(context.metrics.stats.token_costs is not None, _prices(request))
     try:
         batches, more = await state.folder.store.list_batches(tenant, page)
     except UnknownCursor:

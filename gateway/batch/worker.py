@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from engine.api import EngineStats, Lane
+from engine.panics import as_error
 from gateway.batch.causes import Cause, cause_of
 from gateway.batch.cluster import Leases, Membership
 from gateway.batch.feed import FinishedLine, Job, Window
@@ -27,6 +28,7 @@ from gateway.batch.line_order import Runs
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.models import ModelNames
+from gateway.store.clock import StoreClock
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
 from gateway.store.lease_rows import Beat
@@ -39,7 +41,7 @@ class BatchWorker:
     """Drives all unfinished batches.
 
     Args:
-        clock: wall clock, because deadlines outlive the process.
+        clock: time of files and batches; deadlines outlive the process.
         max_lines: maximum number of lines in a tenant's unfinished batches (None: no limit).
         stats: current statistics of the engine.
         set_lane: moves the lines of a batch that are in the engine to another lane.
@@ -56,12 +58,12 @@ class BatchWorker:
         stats: Callable[[], EngineStats],
         set_lane: Callable[[str, Lane], None],
         models: ModelNames | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: StoreClock | None = None,
     ) -> None:
         self._folder = folder
         self._store = folder.store
         self._limits = limits
-        self._clock = clock
+        self.clock = clock or StoreClock()
         self._wake = asyncio.Event()
         self._look_at_clock = asyncio.Event()
         self._next_expiry = math.inf
@@ -86,8 +88,8 @@ class BatchWorker:
             self._line_ended,
             self.cluster,
         )
-        self._finisher = Finisher(folder, limits, self._retry, self._now, max_lines, models)
-        self.lanes = LaneUpdater(self.forecast, self.jobs, clock, set_lane, self.feeder.offer)
+        self._finisher = Finisher(folder, limits, self._retry, self.clock.now, max_lines, models)
+        self.lanes = LaneUpdater(self.forecast, self.jobs, self.clock.now, set_lane, self.feeder.offer)
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []
         self.states: dict[str, BatchStatus] = {}
@@ -115,7 +117,8 @@ class BatchWorker:
     async def _resume(self) -> None:
         await self._folder.recover()
         if self.cluster.is_shared:
-            await self.cluster.beat()
+            self.clock.follow((await self.cluster.beat()).now)
+        self.clock.begin(await self._store.newest_time())
         batches = await self._store.unfinished_batches()
         self.lines_resumed = sum(batch.remaining for batch in batches)
         for batch in batches:
@@ -168,9 +171,6 @@ class BatchWorker:
         """Return why batch lines do not finish although the state folder works, or None."""
         return self.feeder.trouble() or self._results.trouble()
 
-    def _now(self) -> int:
-        return int(self._clock())
-
     # One batch
 
     async def _guard(self, batch_id: str) -> None:
@@ -185,7 +185,8 @@ class BatchWorker:
                     return
                 except StorageError:
                     return  # stopping
-                except Exception as error:
+                except BaseException as raised:
+                    error = as_error(raised)
                     log_unexpected(error)
                     is_bug = cause_of(error) is not Cause.SYSTEM
                 status = self.states[batch_id]
@@ -203,14 +204,15 @@ class BatchWorker:
         only after its completion window, because a restart may bring a version without the bug."""
         try:
             batch = await self._store.load_batch(batch_id)
-            has_time = status in (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING) and self._now() < batch.expires_at
-            late = status is BatchStatus.CANCELLING and self._now() >= self._cancel_deadline(batch)
+            is_running = status in (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING)
+            has_time = is_running and self.clock.expiry_now() < batch.expires_at
+            late = status is BatchStatus.CANCELLING and self.clock.now() >= self._cancel_deadline(batch)
             if batch.status is not status or has_time or not (faults >= self._limits.attempts or late):
                 return False
             await self._finisher.give_up(batch)
             return True
-        except Exception as error:  # the caller must keep driving the batch
-            log_unexpected(error)
+        except BaseException as raised:  # the caller must keep driving the batch
+            log_unexpected(as_error(raised))
             return False
 
     def _cancel_deadline(self, batch: BatchJob) -> float:
@@ -226,7 +228,8 @@ class BatchWorker:
                 is_owner = self.cluster.forget(batch_id)
                 await in_thread(partial(self._finisher.forget, batch, is_owner=is_owner))
                 return
-            is_fed = batch.total and batch.status is BatchStatus.IN_PROGRESS and self._now() < batch.expires_at
+            is_running = batch.total and batch.status is BatchStatus.IN_PROGRESS
+            is_fed = is_running and self.clock.expiry_now() < batch.expires_at
             if not is_fed and not await self._retry.run(lambda: self.cluster.own(batch_id)):
                 await self.cluster.wait()
                 continue
@@ -277,12 +280,13 @@ class BatchWorker:
             await self._results.close(job)
             await self.cluster.release(batch.id)
         if not job.batch.remaining:
-            await self._retry.run(lambda: self._store.move_batch(batch.id, BatchStatus.FINALIZING, self._now()))
-        elif self._now() >= batch.expires_at:
+            await self._retry.run(lambda: self._store.move_batch(batch.id, BatchStatus.FINALIZING, self.clock.now()))
+        elif self.clock.expiry_now() >= batch.expires_at:
             await self._finish(job.batch, BatchStatus.EXPIRED)
 
     async def _beaten(self, beat: Beat) -> None:
         """Apply the state of the store at a heartbeat. Raises StorageError."""
+        self.clock.follow(beat.now)
         self.feeder.order.elsewhere, self.forecast.elsewhere = beat.held, beat.rate
         self.feeder.order.window_lines = self.window.max_lines
         batches = {batch.id: batch for batch in beat.batches}
@@ -313,18 +317,18 @@ class BatchWorker:
             if time.monotonic() >= next_tick:
                 try:
                     await self.tick()
-                except Exception as error:
-                    log_unexpected(error)
+                except BaseException as raised:
+                    log_unexpected(as_error(raised))
                 next_tick = time.monotonic() + self._limits.tick_seconds
             # bounded by `tick_seconds`, because the wall clock may jump
-            seconds = min(next_tick - time.monotonic(), self._next_expiry - self._clock())
+            seconds = min(next_tick - time.monotonic(), self._next_expiry - self.clock.expiry_now())
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._look_at_clock.wait(), max(0.0, seconds))
             self._look_at_clock.clear()
 
     def _expire_jobs(self) -> None:
         """Settle the jobs whose completion window has closed, and find the next deadline."""
-        now, next_expiry = self._now(), math.inf
+        now, next_expiry = self.clock.expiry_now(), math.inf
         for job in self.jobs.values():
             if now >= job.batch.expires_at:
                 job.settled.set()
@@ -334,7 +338,6 @@ class BatchWorker:
 
     async def tick(self) -> None:
         """Start batches without a task, and remove expired files."""
-        now = self._now()
         self.lanes.changed()
         for job in list(self.jobs.values()):
             self.feeder.offer(job)
@@ -343,7 +346,7 @@ class BatchWorker:
             await self._folder.settle()
             for batch in await self._store.unfinished_batches():
                 self.added(batch)  # a batch whose creation was in doubt has no task yet
-            await self._folder.remove_expired(now, EXPIRED_FILES)
+            await self._folder.remove_expired(self.clock.expiry_now(), EXPIRED_FILES)
             await self._folder.remove_copies()
 
     def _line_ended(self, line: FinishedLine) -> None:
@@ -363,7 +366,7 @@ class BatchWorker:
         `num_bytes`: size of the input file.
         """
         head = await self._head(batch)
-        outlook = self.forecast.first(batch, num_bytes, self._clock(), head)
+        outlook = self.forecast.first(batch, num_bytes, self.clock.now(), head)
         return outlook.notes(batch) if outlook.misses else {}
 
     async def _head(self, batch: BatchJob) -> LineLengths | None:

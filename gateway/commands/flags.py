@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,10 @@ from typing import Any, NamedTuple
 from engine.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
+OTHER_VARIABLES = ("CONFIG", "URL", "ON_BATCH_END", "WEBHOOK_SECRET", "WEBHOOK_HOSTS", "HOST_ENGINES", "BENCH_VLLM")
+"""Names, without the prefix, that are no settings of `serve`."""
+_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?")
+_LINK_URL = re.compile(r"(tcp|udp|sctp)://")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _NOUNS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 REMOVED: dict[str, str] = {
@@ -199,10 +204,33 @@ def given(
     arguments: argparse.Namespace, types: Sequence[type], environment: Mapping[str, str] | None = None
 ) -> dict[str, FlagValue]:
     """Return the values that the user set for fields of the given types. Raise ConfigError, see `find_given`."""
-    variables = os.environ if environment is None else environment
+    variables = without_links(os.environ if environment is None else environment)
     path = arguments.config or variables.get(f"{ENVIRONMENT_PREFIX}CONFIG") or ""
     every = [flag for kind in types for flag in flags_of(kind)]
     return find_given(every, vars(arguments), variables, read_file(path) if path else {}, path)
+
+
+def without_links(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables that Kubernetes adds for Services, such as that named tidemill."""
+    hosts = [name.removesuffix("SERVICE_HOST") for name in environment if name.endswith("_SERVICE_HOST")]
+
+    def is_link(name: str, value: str) -> bool:
+        rests = [name.removeprefix(service) for service in hosts if name.startswith(service)]
+        return any(_LINK.fullmatch(rest) or (rest == "PORT" and _LINK_URL.match(value)) for rest in rests)
+
+    return {name: value for name, value in environment.items() if not is_link(name, value)}
+
+
+def unknown_variables(flags: Iterable[Flag], environment: Mapping[str, str]) -> list[str]:
+    """Return a line for each TIDEMILL_* variable that no setting reads."""
+    known = [flag.field.upper() for flag in flags] + [*OTHER_VARIABLES]
+    lines = []
+    for name in sorted(without_links(environment)):
+        rest = name.removeprefix(ENVIRONMENT_PREFIX)
+        if rest != name and rest not in known:
+            meant = [ENVIRONMENT_PREFIX + each for each in difflib.get_close_matches(rest, known, 1)]
+            lines.append(f"{name} is unknown and has no effect" + (f"; did you mean {meant[0]}?" if meant else ""))
+    return lines
 
 
 def command_line(config: object) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from engine import __version__, openmp
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError
+from engine.machine.extras import install_command
 from engine.machine.facts import available_memory, share_out
 from engine.machine.output import say
 from engine.refusals import check_combinations
@@ -69,7 +70,7 @@ def _check_server(config: ServerConfig, classes: Sequence[str]) -> Path:
     `classes`: the service classes of --slo.
     """
     if config.ray and importlib.util.find_spec("ray") is None:
-        raise ConfigError("--ray needs the extra 'ray': pip install 'tidemill[ray]'")
+        raise ConfigError(f"--ray needs ray; run {install_command('ray')}")
     importlib.import_module("gateway.server").bind(config.host, config.port).close()
     opening = importlib.import_module("gateway.store.opening")
     place = opening.find_state(config.state_dir)

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from engine.api import RequestClass
 from engine.errors import TidemillError
+from engine.panics import as_error
 from engine.turns import Turns
 from gateway.context import GatewayContext, context_of, key_of, tenant_of, tier_of
 from gateway.generate.choices import Generation
@@ -195,7 +196,8 @@ async def stream_events(generation: Generation, shape: AnswerFormat) -> AsyncGen
                 if events := shape.chunk(delta, usage()):
                     yield events
         yield shape.closing(generation.usage())
-    except Exception as error:  # the client must be able to distinguish any error from a normal end
+    except BaseException as raised:  # the client must be able to distinguish any error from a normal end
+        error = as_error(raised)
         if not isinstance(error, TidemillError):
             log_unexpected(error)
         yield shape.failure(to_api_error(error), generation.usage())

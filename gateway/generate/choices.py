@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from engine.api import EngineClient, FinishReason, OutputStream, RequestOutput, TokenLogprobs
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
+from engine.panics import as_error
 from engine.text.stopping import OutputTextStream
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
@@ -188,6 +189,7 @@ class Generation:
         num_scored = len(plan.scoring)
         self._scoring, self._streams = list(streams[:num_scored]), list(streams[num_scored:])
         self._num_scored = 0
+        self._fault: Exception | None = None  # raised while a text was written directly
         self._used = Used()
         self._thinks = plan.parsing is not None and plan.parsing.marks is not None
         self._num_prompt_tokens = sum(choice.account.num_prompt_tokens for choice in choices[:: plan.n])
@@ -210,10 +212,14 @@ class Generation:
             return
 
         def send(output: RequestOutput) -> bool:
-            if not writer.is_free:
+            if not writer.is_free or self._fault is not None:
                 return False
-            if (text := choice.advance_plain(output)) is not None:
-                writer.write(chunk(OutputDelta(0, text), None))
+            try:
+                if (text := choice.advance_plain(output)) is not None:
+                    writer.write(chunk(OutputDelta(0, text), None))
+            except BaseException as raised:  # in a callback of the engine's link, which serves all requests
+                self._fault = as_error(raised)
+                return False
             return True
 
         stream.send_directly(send)
@@ -228,6 +234,8 @@ class Generation:
                 if index == len(self._streams):
                     self._streams += await self._client.submit(self.plan.requests[index : index + MAX_QUEUED])
                 async for output in self._streams[index]:
+                    if self._fault is not None:
+                        raise self._fault
                     delta = self._advance(index, output)
                     if delta is not None:
                         yield delta

@@ -3,7 +3,8 @@
 The class is the first of: `tidemill.class` in the body, the header of llm-d's gateway that names an objective, the
 service tiers `priority` and `scale` (class `premium`), the first class of the key. Limits are those of the class, or
 those that the request states: headers as llm-d sends them, or the body. With an API key no limit is tighter than the
-bound on the key's line or, without one, the limit of the class. A server without keys has one user and no bounds.
+bound on the key's line or, without one, the limit of the class. A server without keys refuses limits below a part of
+the class's; requests with tighter limits than their class are served by them and judged by those of the class.
 """
 
 import functools
@@ -37,12 +38,15 @@ def promise_of(headers: Mapping[str, str], body: ModelBody, key: Key | None, slo
     known = _promises(slo)
     usual = known[_class_of(headers, body, key, known)]
     ttft, tbt, e2e = (_limit(metric, headers, body, key, usual.limit(metric)) for metric in LIMITS)
-    promise = Promise(usual.service, ttft, tbt, e2e)
+    is_tighter = ttft < usual.ttft or tbt < usual.tbt or e2e < usual.e2e
+    promise = Promise(usual.service, ttft, tbt, e2e, is_stated=key is None and is_tighter)
     return None if promise == known[DEFAULT_CLASS] and math.isinf(promise.e2e) else promise
 
 
-_LEAST = 1e-6
-"""Least limit in seconds; a smaller one could round to 0, and waits are measured in parts of their limit."""
+LEAST_SECONDS = 1e-3
+TIGHTEST = 10
+"""Least limit that a request may state: absolute, and the class's divided by this. No model computes a token in less
+time, and every step beside a request that is always late would have no room for offline work."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -75,10 +79,14 @@ def _limit(metric: str, headers: Mapping[str, str], body: ModelBody, key: Key | 
     stated = _milliseconds(header, headers[header]) if header in headers else None
     if stated is None and body.tidemill is not None:
         stated = getattr(body.tidemill, name)
-    wanted = usual if stated is None else max(stated / 1e3, _LEAST)
-    if key is None:
-        return wanted
-    return max(wanted, dict(key.bounds).get(metric, usual))
+    wanted = usual if stated is None else stated / 1e3
+    if key is not None:
+        return max(wanted, dict(key.bounds).get(metric, usual))
+    least = max(LEAST_SECONDS, usual / TIGHTEST if usual < math.inf else 0.0)
+    if wanted < least:
+        param = header if header in headers else f"tidemill.{name}"
+        raise InvalidRequestError(f"'{param}' must be at least {least * 1e3:g} on this server.", param=param)
+    return wanted
 
 
 def _milliseconds(header: str, text: str) -> float | None:

@@ -26,6 +26,7 @@ from engine.errors import (
     RetryableError,
     TidemillError,
 )
+from engine.panics import LibraryPanicError, as_error
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -127,6 +128,8 @@ def to_api_error(error: BaseException) -> ApiError:
         case EngineStepError():
             # The request would fail again: keep OpenAI's clients from retrying.
             return ApiError(500, error.message, code="engine_error", headers={"x-should-retry": "false"})
+        case LibraryPanicError():  # it depends on the text, and would happen again
+            return ApiError(500, headers={"x-should-retry": "false"})
         case HTTPException(status_code=status) if status in _DEFAULTS:
             return ApiError(status, headers={name.lower(): value for name, value in (error.headers or {}).items()})
         case TidemillError():
@@ -195,7 +198,8 @@ def log_unexpected(error: BaseException) -> None:
     """Log type and location of an unexpected exception, without its message, which may contain a prompt."""
     frames = traceback.extract_tb(error.__traceback__)[-8:]
     places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))
-    log.error("unexpected %s at %s", type(error).__name__, places)
+    name = error.args[0] if isinstance(error, LibraryPanicError) else type(error).__name__
+    log.error("unexpected %s at %s", name, places)
 
 
 class ErrorBoundary:
@@ -216,7 +220,8 @@ class ErrorBoundary:
             await self._app(scope, receive, watched if scope["type"] == "http" else send)
         except ClientDisconnect:
             return
-        except Exception as error:  # every exception becomes an error response
+        except BaseException as raised:  # every exception becomes an error response
+            error = as_error(raised)
             if scope["type"] != "http":
                 raise
             if not isinstance(error, ApiError | TidemillError):

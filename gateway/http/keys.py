@@ -72,6 +72,10 @@ class KeyRing:
         matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return matches[0] if matches else None
 
+    def holds(self, key: Key) -> bool:
+        """Return whether the key is accepted with the same rights."""
+        return key in self._keys
+
     def sees_all(self, key: Key) -> bool:
         """Return whether the key may read metrics of all tenants; always true with a single tenant."""
         return key.sees_all or len(self.tenants) == 1

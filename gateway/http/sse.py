@@ -9,6 +9,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.panics import as_error
 from gateway.http.json_text import escape_line_ends
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[Non
         try:
             await work()
             finished = True
-        except Exception as error:  # raised after the task group, which would wrap it in an exception group
-            failure = error
+        except BaseException as raised:  # raised after the task group, which would wrap it in an exception group
+            failure = as_error(raised)
         group.cancel_scope.cancel()
     if failure is not None:
         raise failure

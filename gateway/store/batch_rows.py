@@ -204,7 +204,7 @@ class BatchRows(Rows):
         connection.execute(
             "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
             "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "
-            "reasoning_tokens = reasoning_tokens + ? WHERE seq = ?",
+            "reasoning_tokens = reasoning_tokens + ?, engine_us = engine_us + ? WHERE seq = ?",
             (counts[True], counts[False], *usage, batch),
         )
         return _load(connection, batch_id)
@@ -310,7 +310,8 @@ def _count(connection: RowConnection, seq: int) -> tuple[int, int, int]:
 
 def _set_usage(connection: RowConnection, seq: int, usage: Usage) -> None:
     connection.execute(
-        "UPDATE batches SET input_tokens = ?, cached_tokens = ?, output_tokens = ?, reasoning_tokens = ? WHERE seq = ?",
+        "UPDATE batches SET input_tokens = ?, cached_tokens = ?, output_tokens = ?, reasoning_tokens = ?, "
+        "engine_us = ? WHERE seq = ?",
         (*usage, seq),
     )
 

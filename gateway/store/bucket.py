@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.machine.extras import install_command
+from engine.panics import LibraryPanicError, as_error
 from gateway.store.disk import Disk, StorageError
 
 PIECE_BYTES = 16 * 1024 * 1024
@@ -34,11 +36,12 @@ class Bucket:
             importlib.import_module("obstore.exceptions")
             stores: Any = importlib.import_module("obstore.store")
         except ImportError:
-            raise ConfigError("--state-dir with objects needs obstore: pip install 'tidemill[cluster]'") from None
+            raise ConfigError(f"--state-dir with objects needs obstore; run {install_command('cluster')}") from None
         self._disk = disk
         try:
             self._store: Any = stores.from_url(url, retry_config=_RETRIES)
-        except Exception as error:
+        except BaseException as raised:
+            error = as_error(raised)
             raise ConfigError(f"--state-dir objects={url} cannot be used: {str(error).splitlines()[0]}") from error
 
     @contextmanager
@@ -47,7 +50,10 @@ class Bucket:
             yield
         except FileNotFoundError:
             raise
-        except (self._obstore.exceptions.BaseError, OSError) as error:
+        except BaseException as raised:
+            error = as_error(raised)
+            if not isinstance(error, (self._obstore.exceptions.BaseError, OSError, LibraryPanicError)):
+                raise
             fault = OSError(errno.EREMOTEIO, f"the object store: {type(error).__name__}")
             fault.__cause__ = error
             self._disk.health.failed("objects", OSError(*fault.args))

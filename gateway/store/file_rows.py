@@ -77,6 +77,12 @@ class FileRows(Rows):
             raise FileInUse
         return True
 
+    @transaction
+    def newest_time(self, connection: RowConnection) -> int | None:
+        """Return the newest time at which a file or batch was created; None without one."""
+        query = "SELECT MAX(created_at) AS newest FROM files UNION ALL SELECT MAX(created_at) FROM batches"
+        return max((row["newest"] for row in connection.execute(query) if row["newest"] is not None), default=None)
+
     @exclusive(OBJECTS)
     def expire_files(self, connection: RowConnection, now: int, limit: int) -> list[str]:
         """Mark expired files as deleted, except inputs in use, and return their ids for removal of the bodies."""

@@ -24,6 +24,8 @@ ELSEWHERE = "server != :server AND server IN (SELECT id FROM servers WHERE seen_
 class Beat(NamedTuple):
     """The store at a heartbeat."""
 
+    now: int
+    """Time of the database in Unix seconds."""
     batches: Sequence[BatchJob]
     """Unfinished batches."""
     runs: Mapping[str, frozenset[int]]
@@ -95,6 +97,7 @@ class LeaseRows(ServerRows):
         alive = "SELECT COUNT(*) AS num, COALESCE(SUM(rate), 0.0) AS rate FROM servers WHERE seen_at > ?"
         servers = connection.execute(alive, (values["since"],)).fetchone()
         return Beat(
+            now,
             list(jobs.values()),
             {batch_id: frozenset(own) for batch_id, own in runs.items()},
             frozenset(jobs[row["batch"]].id for row in owned if row["batch"] in jobs),

@@ -187,12 +187,13 @@ class WrongPart(Exception):
 
 
 class Usage(NamedTuple):
-    """Token usage of the lines that succeeded."""
+    """Token usage of the lines that succeeded; `engine_us`: their engine time in microseconds, set at their end."""
 
     input_tokens: Count = 0
     cached_tokens: Count = 0
     output_tokens: Count = 0
     reasoning_tokens: Count = 0
+    engine_us: Count = 0
 
     def plus(self, other: "Usage") -> "Usage":
         return Usage(*(a + b for a, b in zip(self, other, strict=True)))

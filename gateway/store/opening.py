@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from engine.errors import ConfigError
+from engine.machine.extras import install_command
 from engine.machine.folders import expand, user_folder
 from gateway.store.disk import Disk, StorageError
 from gateway.store.recovery import LOST_AND_FOUND, LostAndFound
@@ -77,7 +78,9 @@ def find_postgres() -> Any:
     try:
         return importlib.import_module("gateway.store.postgres")
     except ImportError as error:
-        raise ConfigError(f"--state-dir postgresql://... needs {error.name}: pip install 'tidemill[cluster]'") from None
+        raise ConfigError(
+            f"--state-dir postgresql://... needs {error.name}; run {install_command('cluster')}"
+        ) from None
 
 
 def check_free(root: Path) -> None:

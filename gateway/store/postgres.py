@@ -21,7 +21,7 @@ from psycopg.types.string import StrDumperUnknown, TextLoader
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
-from gateway.store.schema import SCHEMA, SHARED, VERSION
+from gateway.store.schema import SCHEMA, SHARED, VERSION, refusal, upgrade
 from gateway.store.writer import Cursor, Work, Writer
 
 LOCK = 0x7469_6465_6D69_6C6C
@@ -33,6 +33,7 @@ RETRY_SECONDS = 1.0
 """Minimum time between two attempts to connect; until then all work fails at once."""
 ANSWER_SECONDS = 30.0
 """Maximum time of a statement. libpq's timeouts do not end the wait for a server or a proxy that only accepts data."""
+OLDEST_SCHEMA = 8
 OLDEST_SERVER = 130_000
 _OPTIONS = {
     "application_name": f"tidemill on {socket.gethostname()}",
@@ -252,16 +253,17 @@ def _create(connection: Any, objects: str | None) -> None:
             connection.execute("CREATE SCHEMA tidemill")
         connection.execute("CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL)")
         row = connection.execute("SELECT version FROM schema_version").fetchone()
-        if row is not None and row[0] != VERSION:
-            raise ConfigError(
-                f"the database of --state-dir was written by another version of tidemill (schema {row[0]}, supported: "
-                f"{VERSION}); use that version or another database"
-            )
+        if row is not None and not OLDEST_SCHEMA <= row[0] <= VERSION:
+            raise ConfigError(refusal(row[0]))
+        if row is not None and row[0] < VERSION:
+            connection.execute(f"{_translate_types(upgrade(row[0]))}; UPDATE schema_version SET version = {VERSION}")
         if row is None:
             connection.execute(f"{_translate_types(SCHEMA)}; INSERT INTO schema_version VALUES ({VERSION})")
         _check_objects(connection, objects)
         if objects is not None:
             connection.execute(_translate_types(SHARED))
+            column = "engine_us BIGINT NOT NULL DEFAULT 0"
+            connection.execute(f"ALTER TABLE request_usage ADD COLUMN IF NOT EXISTS {column}")
 
 
 def _translate_types(script: str) -> str:

@@ -98,7 +98,7 @@ class RecoveryRows(Rows):
             connection.execute("DELETE FROM lines WHERE batch = ?", (seq,))
 
 
-_REQUEST_TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
+_REQUEST_TOKENS = ("input_tokens", "cached_tokens", "output_tokens", "engine_us")
 _HOLDINGS = f"""
 SELECT tenant, SUM(batches) AS batches, SUM(files) AS files FROM (
     SELECT tenant, COUNT(*) AS batches, 0 AS files FROM batches
@@ -149,10 +149,13 @@ class TenantRows(ServerRows):
         if usage and connection.execute(query, (self.server, number)).rowcount > 0:
             now = self._now(connection)
             connection.executemany(
-                "INSERT INTO request_usage (tenant, since, input_tokens, cached_tokens, output_tokens) "
-                "VALUES (?, ?, ?, ?, ?) ON CONFLICT (tenant) DO UPDATE SET "
+                f"INSERT INTO request_usage (tenant, since, {', '.join(_REQUEST_TOKENS)}) "
+                "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (tenant) DO UPDATE SET "
                 + ", ".join(f"{name} = request_usage.{name} + excluded.{name}" for name in _REQUEST_TOKENS),
-                [(name, now, *used[: len(_REQUEST_TOKENS)]) for name, used in sorted(usage.items())],
+                [
+                    (name, now, *(getattr(used, each) for each in _REQUEST_TOKENS))
+                    for name, used in sorted(usage.items())
+                ],
             )
         gone = "server != ? AND server NOT IN (SELECT id FROM servers)"
         for table in ("loads", "reports"):
@@ -175,7 +178,7 @@ class TenantRows(ServerRows):
     def request_usage(self, connection: RowConnection, tenant: str | None) -> tuple[int | None, dict[str, Usage]]:
         """Return since when the usage of requests is counted, and the usage by tenant."""
         rows = connection.execute(f"SELECT * FROM request_usage WHERE {owned(tenant)}", {"tenant": tenant})
-        used = {row["tenant"]: Usage(*(row[name] for name in _REQUEST_TOKENS)) for row in rows}
+        used = {row["tenant"]: Usage(**{name: row[name] for name in _REQUEST_TOKENS}) for row in rows}
         row = connection.execute("SELECT MIN(since) AS since FROM request_usage").fetchone()
         return row["since"], used
 

@@ -96,7 +96,7 @@ def repair_batch(row: Row, now: int) -> dict[str, Any]:
     """Return the columns of a batch that failed at `now`, to replace a damaged row."""
     batch = read_batch_row(row)
     columns = ("tenant", "endpoint", "completion_window", "created_at", "expires_at", "output_file_id", "error_file_id")
-    counts = ("total", "completed", "failed", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
+    counts = ("total", "completed", "failed", *Usage._fields)
     return {
         **{name: getattr(batch, name) for name in columns},
         "id": _or(new_batch_id(), BatchId, row["id"]),

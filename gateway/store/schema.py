@@ -1,6 +1,6 @@
 """Schema of the database in SQLite's SQL. `gateway.store.postgres` translates the column types."""
 
-SCHEMA = """
+_TABLES = """
 CREATE TABLE files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -40,6 +40,7 @@ CREATE TABLE batches (
     cached_tokens INTEGER NOT NULL DEFAULT 0,
     output_tokens INTEGER NOT NULL DEFAULT 0,
     reasoning_tokens INTEGER NOT NULL DEFAULT 0,
+    engine_us INTEGER NOT NULL DEFAULT 0,
     journal_bytes INTEGER NOT NULL DEFAULT 0,
     idempotency_key TEXT,
     idempotency_digest TEXT
@@ -62,8 +63,9 @@ CREATE TABLE lines (
     PRIMARY KEY (batch, rank)
 ) STRICT, WITHOUT ROWID;
 
-CREATE TABLE announced (id TEXT NOT NULL PRIMARY KEY, run TEXT NOT NULL) STRICT, WITHOUT ROWID;
-
+"""
+_ANNOUNCED = "CREATE TABLE announced (id TEXT NOT NULL PRIMARY KEY, run TEXT NOT NULL) STRICT, WITHOUT ROWID"
+_UPLOADS = """
 CREATE TABLE uploads (
     id TEXT NOT NULL PRIMARY KEY,
     tenant TEXT NOT NULL,
@@ -75,8 +77,9 @@ CREATE TABLE uploads (
     status TEXT NOT NULL,
     file_id TEXT
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX files_by_upload ON files (filename) WHERE purpose = 'upload_part' AND deleted_at IS NULL;
-
+CREATE INDEX files_by_upload ON files (filename) WHERE purpose = 'upload_part' AND deleted_at IS NULL
+"""
+_NOTICES = """
 CREATE TABLE notices (
     batch TEXT NOT NULL,
     channel TEXT NOT NULL,
@@ -88,8 +91,9 @@ CREATE TABLE notices (
     due_at INTEGER NOT NULL,
     PRIMARY KEY (batch, channel)
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX notices_by_time ON notices (channel, due_at);
-
+CREATE INDEX notices_by_time ON notices (channel, due_at)
+"""
+_LEASES = """
 CREATE TABLE servers (
     id TEXT NOT NULL PRIMARY KEY,
     seen_at INTEGER NOT NULL,
@@ -104,6 +108,7 @@ CREATE TABLE runs (
     PRIMARY KEY (batch, run)
 ) STRICT, WITHOUT ROWID
 """
+SCHEMA = ";".join((_TABLES.rstrip().removesuffix(";"), _ANNOUNCED, _UPLOADS, _NOTICES, _LEASES))
 SHARED = """
 CREATE TABLE IF NOT EXISTS key_lines (
     id INTEGER NOT NULL PRIMARY KEY CHECK (id = 1),
@@ -125,11 +130,45 @@ CREATE TABLE IF NOT EXISTS request_usage (
     since INTEGER NOT NULL,
     input_tokens INTEGER NOT NULL DEFAULT 0,
     cached_tokens INTEGER NOT NULL DEFAULT 0,
-    output_tokens INTEGER NOT NULL DEFAULT 0
+    output_tokens INTEGER NOT NULL DEFAULT 0,
+    engine_us INTEGER NOT NULL DEFAULT 0
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE IF NOT EXISTS reports (server TEXT NOT NULL PRIMARY KEY, number INTEGER NOT NULL) STRICT, WITHOUT ROWID
 """
 """Tables of tenants for servers that share a store. They are no part of VERSION."""
-VERSION = 8
-"""Version of the schema. A database of another version is refused."""
+
+# Requests without a key belonged to the tenant ''. Idempotency keys must stay unique within the new tenant.
+_DEFAULT_TENANT = """
+UPDATE batches SET idempotency_key = NULL, idempotency_digest = NULL WHERE tenant = '' AND idempotency_key IN
+    (SELECT idempotency_key FROM batches WHERE tenant = 'default');
+UPDATE batches SET tenant = 'default' WHERE tenant = '';
+UPDATE files SET tenant = 'default' WHERE tenant = ''
+"""
+OLDEST = 2
+UPGRADES = {
+    2: _DEFAULT_TENANT,
+    3: _ANNOUNCED,
+    4: _UPLOADS,
+    5: _NOTICES,
+    6: "",
+    7: f"ALTER TABLE lines ADD COLUMN output_tokens INTEGER NOT NULL DEFAULT 0;{_LEASES}",
+    8: "ALTER TABLE batches ADD COLUMN engine_us INTEGER NOT NULL DEFAULT 0",
+}
+"""Scripts from each version to the next."""
+VERSION = 1 + max(UPGRADES)
+"""Version of the schema. Databases from OLDEST on are upgraded, and newer ones refused."""
+
+
+def upgrade(version: int) -> str:
+    """Return the script from a version to VERSION."""
+    return ";".join(UPGRADES[each] for each in range(version, VERSION) if UPGRADES[each])
+
+
+def refusal(version: int) -> str:
+    """Return the error for a database whose version is neither supported nor upgraded."""
+    if version > VERSION:
+        text = f"a newer version of tidemill (schema {version}, this version: {VERSION}); install that version"
+    else:
+        text = f"a version of tidemill that is too old (schema {version}, oldest: {OLDEST})"
+    return f"--state-dir was written by {text}, or name another folder or database"

@@ -1,6 +1,7 @@
 """The SQLite database of a state folder (WAL, synchronous=FULL)."""
 
 import errno
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Collection, Iterator
@@ -9,8 +10,10 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
-from gateway.store.schema import SCHEMA, VERSION
+from gateway.store.schema import OLDEST, SCHEMA, VERSION, refusal, upgrade
 from gateway.store.writer import Work, Writer
+
+log = logging.getLogger("tidemill.gateway")
 
 CHECKED_BYTES = 64 * 1024 * 1024  # checking a larger database would take too long at start
 BUSY_SECONDS = 2.0  # maximum wait for a lock of another program, such as a backup
@@ -30,7 +33,7 @@ _NOT_COMMITTED = _BUSY_CODES | {sqlite3.SQLITE_FULL}  # after any other error th
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Open a database and create its tables if it is empty.
+    """Open a database; create its tables if it is empty, and upgrade those of an older version.
 
     Raises ConfigError, without changing the file, for a damaged database or a newer schema, and StorageError if the
     disk fails.
@@ -93,20 +96,22 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
             raise _damaged(str(found).splitlines()[-1])
 
 
-def _check_version(connection: sqlite3.Connection) -> bool:
-    """Return whether the database has the schema; False: it is empty. Raise ConfigError for another version."""
+def _check_version(connection: sqlite3.Connection) -> int:
+    """Return the version of the schema; 0: the database is empty. Raise ConfigError if it cannot be used."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version not in (0, VERSION):
-        raise ConfigError(
-            f"--state-dir was written by another version of tidemill (schema {version}, supported: {VERSION}); "
-            "use that version or another folder"
-        )
-    return bool(version)
+    if version and not OLDEST <= version <= VERSION:
+        raise ConfigError(refusal(version))
+    return int(version)
 
 
 def _create(connection: sqlite3.Connection) -> None:
-    if not _check_version(connection):
-        connection.executescript(f"BEGIN;{SCHEMA};PRAGMA user_version = {VERSION};COMMIT;")
+    """Create or upgrade the tables, all or nothing."""
+    version = _check_version(connection)
+    if version < VERSION:
+        script = upgrade(version) if version else SCHEMA
+        connection.executescript(f"BEGIN IMMEDIATE;{script};PRAGMA user_version = {VERSION};COMMIT;")
+        if version:
+            log.info("the database of --state-dir was upgraded from schema %d to %d", version, VERSION)
 
 
 class SqliteWriter(Writer):

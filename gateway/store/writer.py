@@ -15,6 +15,7 @@ from inspect import signature
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 from engine.errors import ConfigError
+from engine.panics import as_error
 from gateway.store.disk import StorageError, StorageHealth
 
 ResultT = TypeVar("ResultT")
@@ -201,7 +202,8 @@ class Writer(ABC):
         connection.execute("SAVEPOINT work")
         try:
             result = work(connection)
-        except Exception as error:  # roll back this function alone, and pass the exception to its caller
+        except BaseException as raised:  # roll back this function alone, and pass the exception to its caller
+            error = as_error(raised)
             if self._fault(error, committing=False) is not None:
                 raise
             connection.execute("ROLLBACK TO work")

@@ -24,6 +24,7 @@ from prometheus_client.utils import floatToGoString
 from engine.api import EngineClient, EngineStats, FinishReason, RequestClass
 from gateway.telemetry.account import Account
 from gateway.telemetry.engine_metrics import EngineCollector
+from gateway.telemetry.engine_time import EngineTime
 from predictor.slo import nearest_rank
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -142,6 +143,7 @@ class GatewayMetrics:
     """All metrics of one application. The callbacks in `on_end` are called for every choice that ended."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
+        self.engine_time = EngineTime(lambda: self.stats)
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.")

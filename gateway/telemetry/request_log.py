@@ -19,6 +19,7 @@ import orjson
 
 from engine.api import EngineStats, FinishReason, RequestClass, TokenCosts
 from engine.errors import ConfigError
+from engine.panics import as_error
 from gateway.telemetry.account import Account
 from predictor.slo import Objective, parse_slo
 
@@ -102,7 +103,8 @@ class RequestLog:
             self._wanted.clear()
             try:
                 self._on_drop(await asyncio.to_thread(self._write, lines, reopen))
-            except RuntimeError:  # cannot start a thread
+            except BaseException as raised:  # no thread, or a line that cannot be encoded
+                as_error(raised)
                 self._on_drop(len(lines))
                 self._reopen = self._reopen or reopen
                 await asyncio.sleep(RETRY_SECONDS)

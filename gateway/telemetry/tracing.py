@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import ConfigError
+from engine.machine.extras import install_command
 from gateway.telemetry.account import Account
 from gateway.telemetry.request_log import line_of
 
@@ -64,8 +65,8 @@ class Traces:
             from opentelemetry.trace import SpanKind, Status, StatusCode
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
-            missing = "a collector is named, and the extra 'otel' is missing"
-            raise ConfigError(f"{missing}; pip install 'tidemill[otel]'") from None
+            missing = "a collector is named, and OpenTelemetry is missing"
+            raise ConfigError(f"{missing}; run {install_command('otel')}") from None
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         resource = Resource.create({"service.name": "tidemill", "service.version": version})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, cast
@@ -23,9 +23,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.api import ColocationStats, EngineState, EngineStats, RequestClass
-from gateway.context import Lifecycle
+from engine.panics import as_error
+from gateway.context import Lifecycle, is_still_accepted
 from gateway.health import check_sees_all
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, log_unexpected
 from gateway.http.sse import EventStream, event
 from gateway.telemetry.engine_metrics import shown
 from gateway.telemetry.metrics import EndedAnswer, GatewayMetrics
@@ -112,7 +113,10 @@ class Recorder:
 
     async def _run(self) -> None:
         while True:
-            await self.record()
+            try:
+                await self.record()
+            except BaseException as raised:
+                log_unexpected(as_error(raised))
             if self._followers:
                 await asyncio.sleep(FOLLOWED_SECONDS)
                 continue
@@ -246,7 +250,16 @@ async def history(request: Request) -> Response:
 @router.get("/dashboard/events")
 async def live(request: Request) -> Response:
     check_sees_all(request)
-    return EventStream(_recorder(request).follow(), lambda: None)
+    return EventStream(_while_accepted(request), lambda: None)
+
+
+async def _while_accepted(request: Request) -> AsyncGenerator[bytes, None]:
+    """Yield the events until the keys no longer accept that of the request."""
+    async with aclosing(_recorder(request).follow()) as events:
+        async for each in events:
+            if not is_still_accepted(request):
+                return
+            yield each
 
 
 def _recorder(request: Request) -> Recorder:

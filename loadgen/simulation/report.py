@@ -8,9 +8,9 @@ from typing import Any
 
 from engine.config import EngineConfig
 from gateway.commands.flags import command_line
-from loadgen.jobs import window_seconds
 from loadgen.simulation.planner import Answer, Arm, Verdict
 from loadgen.stats import wilson
+from loadgen.target import window_seconds
 from loadgen.traces import Trace
 from predictor.features import BatchFeatures
 from predictor.promise import DEFAULT_CLASS
