@@ -48,6 +48,7 @@ class ModelShape:
             has a window.
         longest: Longest context that is computed exactly, if shorter than all positions.
         limited_by: Property of the model that causes `longest`.
+        short_context: Longest prompt plus output that uses longrope's short factors; 0: there is one set.
         notes: Differences between the config and the other files that users should know.
     """
 
@@ -65,6 +66,7 @@ class ModelShape:
     windows: tuple[int | None, ...] = field(default=(), kw_only=True)
     longest: int | None = field(default=None, kw_only=True)
     limited_by: str = field(default="", kw_only=True)
+    short_context: int = field(default=0, kw_only=True)
     notes: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
 
     @property
@@ -271,6 +273,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         longest=ropes.longest if ropes else None,
         limited_by=ropes.limited_by if ropes else "",
         notes=ropes.notes if ropes else (),
+        short_context=ropes.rope.short_context if ropes else 0,
         norm=family.norm,
         norm_eps=_eps(config, family),
         activation=_activation(config, family),

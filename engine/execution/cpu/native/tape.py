@@ -249,6 +249,7 @@ def step_over(pool: UnitPool, rows: RowTable, chunks: IntArray, **results: Any) 
         v_table=rows.v_table.ctypes.data,
         num_blocks=rows.num_blocks.ctypes.data,
         pool=pool.slices.data_ptr(),
+        is_long=rows.is_long.ctypes.data,
         **results,
     )
 

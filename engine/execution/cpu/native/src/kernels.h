@@ -61,6 +61,7 @@ struct View {
     const tm_shape *shape;
     int64_t tokens, samples;
     const int64_t *ids, *positions, *k_cells, *v_cells;  // of every token; cells of layer 0
+    const uint8_t *is_long;                              // of every token
     const int64_t *sampled;                              // tokens that sample
     const Chunk *chunks;
     const Piece *pieces, *pieces_end;

@@ -5,6 +5,7 @@ namespace tide {
 Plan::Plan(const tm_shape &shape) : shape_(shape) {
     view.shape = &shape_;
     for (auto *each : {&ids_, &positions_, &k_cells_, &v_cells_, &slot_, &parts_}) each->reserve(size_t(shape.max_tokens));
+    is_long_.reserve(size_t(shape.max_tokens));
     sampled_.reserve(size_t(shape.max_samples));
 }
 
@@ -22,7 +23,7 @@ tm_result Plan::make(const tm_step &step, int threads) {
     find_sampled();
     partial_.resize(size_t(num_slots * shape_.heads * view.partial_stride()));
     view.tokens = int64_t(ids_.size()), view.samples = int64_t(sampled_.size());
-    view.ids = ids_.data(), view.positions = positions_.data();
+    view.ids = ids_.data(), view.positions = positions_.data(), view.is_long = is_long_.data();
     view.k_cells = k_cells_.data(), view.v_cells = v_cells_.data(), view.sampled = sampled_.data();
     view.chunks = chunks_.data(), view.pieces = pieces.data(), view.pieces_end = pieces.data() + pieces.size();
     view.slot = slot_.data(), view.parts = parts_.data(), view.partial = partial_.data();
@@ -55,6 +56,7 @@ tm_result Plan::check(const tm_step &step) const {
 void Plan::place_tokens(const tm_step &step) {
     const int64_t size = shape_.block_size, unit = shape_.layers * size;
     for (auto *each : {&ids_, &positions_, &k_cells_, &v_cells_, &sampled_}) each->clear();
+    is_long_.clear();
     chunks_.clear();
     for (const int64_t *c = step.chunks, *end = c + 4 * step.num_chunks; c < end; c += 4) {
         const int64_t row = c[0], start = c[1], length = c[2];
@@ -67,6 +69,7 @@ void Plan::place_tokens(const tm_step &step) {
             k_cells_.push_back(k_table[at / size] * unit + at % size);
             v_cells_.push_back(v_table[at / size] * unit + at % size);
         }
+        is_long_.resize(ids_.size(), step.is_long && step.is_long[row]);
         if (c[3]) sampled_.push_back(int64_t(ids_.size()) - 1);
     }
     slot_.assign(ids_.size(), 0);
