@@ -67,7 +67,7 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
 - **`longrope`** (Phi-3.5, Phi-4-mini): as `yarn`. A request uses the short factors if its prompt and `max_tokens` fit
   into the original context (4,096 tokens), otherwise the long ones from its first token on, where transformers changes
   them, and computes the cache anew, at the token that crosses the border. Without `max_tokens` an answer may fill the
-  context, so the long factors apply: send `max_tokens`, or serve with `--max-model-len` of the original context. The two
+  context, so the long factors apply: send `max_tokens`, or serve with `--max-model-len` of the original context. The
   sets share no cached blocks. Requests do not run from hidden state (`--overload hidden`).
 - **`dynamic`**: `max_position_embeddings`. The angles of longer sequences depend on their length; those of cached keys
   cannot.

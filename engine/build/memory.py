@@ -76,7 +76,9 @@ def _hidden_refusal(config: EngineConfig, spec: ModelShape) -> str | None:
     if not isinstance(spec, ModelSpec):
         return "transformers' modules keep the hidden state of their layers to themselves"
     if 0 < spec.short_context < (config.max_model_len or spec.max_context):
-        return f"stored hidden state does not tell longrope's set of factors (--max-model-len {spec.short_context} does)"
+        return (
+            f"stored hidden state does not tell longrope's set of factors (--max-model-len {spec.short_context} does)"
+        )
     return hidden_state_refusal(spec)
 
 

@@ -74,7 +74,10 @@ class HeadProjection:
         self._all_heads = self._qk_heads + spec.num_kv_heads
         device = weights.embedding.device
         self._ropes = {
-            rope: ([inverse_frequencies(rope, is_long=each).to(device) for each in (False, True)], attention_scaling(rope))
+            rope: (
+                [inverse_frequencies(rope, is_long=each).to(device) for each in (False, True)],
+                attention_scaling(rope),
+            )
             for rope in (spec.rope, spec.local_rope)
             if rope is not None
         }

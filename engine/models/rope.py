@@ -22,7 +22,8 @@ class RopeSpec:
     `original_max_position` is the context length of the pretraining; `attention_factor` multiplies cos and sin.
     `short_factor` / `long_factor` (rotary_dim / 2 numbers each) belong to longrope. A sequence must keep one set for
     its lifetime, or cached keys would disagree with new ones; the set is therefore selected once per request, by its
-    prompt and `max_tokens` (`short_context`). `dynamic` equals `default` up to the original context, which no context exceeds.
+    prompt and `max_tokens` (`short_context`). `dynamic` equals `default` up to the original context, which no context
+    exceeds.
     """
 
     theta: float

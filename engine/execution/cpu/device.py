@@ -240,7 +240,8 @@ class TorchDevice(PoolDevice):
         layout = batch.layout
         paged = PagedAttention(self.pool, self.rows, batch)
         positions, is_long = (
-            torch.from_numpy(each).to(self.pool.device) for each in (layout.positions, self.rows.is_long[layout.token_rows])
+            torch.from_numpy(each).to(self.pool.device)
+            for each in (layout.positions, self.rows.is_long[layout.token_rows])
         )
         rotary = self._heads.rotary(positions, is_long)
         first, spec, streamed = self.layers.start, self.decoder.spec, self.decoder.weights.layers.streamed

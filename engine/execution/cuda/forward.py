@@ -146,7 +146,13 @@ class Forward:
         """Write the inputs that a kernel writes (`PaddedShape.by_kernel`) and the changes of the tables."""
         if inputs.shape.by_kernel:
             self._kernels.begin_step(
-                inputs.control, inputs.base, self.tables, inputs.ids, inputs.positions, inputs.angles, inputs.uniform,
+                inputs.control,
+                inputs.base,
+                self.tables,
+                inputs.ids,
+                inputs.positions,
+                inputs.angles,
+                inputs.uniform,
                 inputs.decode,
             )
 
