@@ -127,7 +127,7 @@ class TapeStep(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_chunks", "token_stride", "table_stride", "logits_stride")),
         *((name, c_void_p) for name in ("chunks", "tokens", "k_table", "v_table", "num_blocks", "pool")),
-        *((name, c_void_p) for name in ("logits", "best", "best_id", "is_long")),
+        *((name, c_void_p) for name in ("logits", "best", "best_id", "is_long", "num_prompt")),
     )
 
 

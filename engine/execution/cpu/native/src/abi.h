@@ -85,7 +85,8 @@ struct tm_int4 {
 // One step. `chunks` [num_chunks][4]: row, start, length, whether its last token samples. `tokens` [num_rows][token_stride],
 // `k_table`, `v_table` [num_rows][table_stride]: units of the pool; `num_blocks` [num_rows]. `logits`
 // [samples][logits_stride] float32, NULL: not kept. `best`, `best_id` [samples]. `is_long` [num_rows], 0 or 1: which
-// frequencies rotate a row's q and k; NULL with those of a tape that has only one set.
+// frequencies rotate a row's q and k; NULL: none is. `num_prompt` [num_rows]: tokens of a row's prompt, whose attention has
+// the same result in a chunk of any length; NULL: 0.
 struct tm_step {
     int64_t num_chunks, token_stride, table_stride, logits_stride;
     const int64_t *chunks, *tokens, *k_table, *v_table, *num_blocks;
@@ -93,6 +94,7 @@ struct tm_step {
     float *logits, *best;
     int64_t *best_id;
     const uint8_t *is_long;
+    const int64_t *num_prompt;
 };
 
 #ifdef __cplusplus

@@ -159,10 +159,10 @@ void Tape::run(int64_t index, int64_t chunk, int thread) {
 
 void Tape::run_linear(const tm_op &op, int64_t chunk) {
     const LinearCut &cut = cut_[0];
-    Best best{};
+    Best best{nullptr, nullptr, plan_.view.in_prompt};
     if (op.epilogue == TM_LOGITS) {
         const size_t first = size_t(chunk % cut.groups() * cut.rows);
-        best = {&chunk_best_[first], &chunk_best_id_[first]};
+        best = {&chunk_best_[first], &chunk_best_id_[first], best.as_many};
     }
     const auto linear = op.int8 ? integers(op)->linear : kernels_.linear;
     linear(op, cut.rows_of(chunk), cut.panels_of(chunk), plan_.view.logits, plan_.view.logits_stride, best);
