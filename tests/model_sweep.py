@@ -53,6 +53,9 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
   set.
 - **Cache**: `--kv-cache-dtype int8` is refused. If keys and values have different widths (DeepSeek-V2/V3), cells
   have the larger one.
+- **Raw prompts** (`/v1/completions`, `/v1/embeddings`) get the special tokens that tokenizer.json adds.
+  `add_bos_token` in tokenizer_config.json has no effect, as in transformers 5, so raw prompts of DeepSeek-V3 begin
+  without its BOS token: send token ids that begin with it. Its chat template writes the token.
 - **Recurrent state**: prefixes are reused at [checkpoints](../concepts/cache.md#recurrent-layers).
 - **Self-test**: before serving, 36 random tokens of two requests are compared with transformers' eager attention; a
   difference beyond rounding refuses the start. Of native families two layers are tested: on a CPU with the kernels and
