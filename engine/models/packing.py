@@ -88,7 +88,7 @@ def packing_from_config(config: Mapping[str, Any]) -> Packing | None:
 
 
 def settings_beside(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the content of one of SETTINGS_FILES as a `quantization_config`: writers of AWQ and GPTQ omit the method."""
+    """Return the content of a file of SETTINGS_FILES as a `quantization_config`; AWQ and GPTQ tools omit the method."""
     method = "awq" if given.keys() & {"w_bit", "q_group_size", "zero_point"} else "gptq"
     return {"quant_method": method, "group_size": given.get("q_group_size"), **given}
 
