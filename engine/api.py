@@ -89,7 +89,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
-    seed: int = 0  # the random number of output position i depends on (seed, i) only, not on batch or preemptions
+    seed: int = 0  # the random number of output position i depends on (seed, i) only; the gateway mixes in the prompt
     logprobs: int | None = None  # alternatives to report beside the chosen token; 0: the chosen one only; None: off
     stop_token_ids: frozenset[int] = frozenset()  # includes the end-of-sequence ids unless `ignore_eos` is set
     grammar: Grammar | None = None  # required form of the answer, after the thought
@@ -177,12 +177,17 @@ class EngineRequest:
     probe: bool = False  # a test request of the engine itself; excluded from statistics except `probe_tokens`
     promise: Promise | None = None  # latency promised to this online request; None: that of the default class
 
-    @property
-    def prefix_root(self) -> bytes:
-        """Return the root of the block hashes. It includes the adapter because K and V depend on it."""
-        if not self.adapter:
+    def is_long(self, short_context: int) -> bool:
+        """Return whether the long factors of longrope apply: prompt and output exceed `short_context` (0: never)."""
+        output = self.sampling.max_tokens if self.pooling is None else 0
+        return 0 < short_context < len(self.prompt_token_ids) + output
+
+    def prefix_root(self, *, is_long: bool) -> bytes:
+        """Return the root of the block hashes. It includes all that K and V depend on: the adapter, and `is_long`."""
+        if not (self.adapter or is_long):
             return self.cache_salt
-        return blake2b(self.adapter.to_bytes(8, "little") + self.cache_salt, digest_size=16, person=b"lora").digest()
+        kind = b"long rope" if is_long else b"lora"
+        return blake2b(self.adapter.to_bytes(8, "little") + self.cache_salt, digest_size=16, person=kind).digest()
 
 
 class TokenLogprobs(NamedTuple):
@@ -411,6 +416,7 @@ class EngineInfo:
     adapters: tuple[str, ...] = ()  # names of the LoRA adapters, in the order of their numbers
     droppable: DroppableLayers | None = None  # None if layers cannot be dropped
     shares_prefixes: bool = True  # between requests
+    short_context: int = 0  # longest prompt plus output with longrope's short factors; 0: the model has one set
     scores_prompts: bool = True  # `Pooling.SCORES` is supported
     fallbacks: tuple[str, ...] = ()  # kernels that failed their check at start, one line each
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # for fields that a request does not set

@@ -133,6 +133,7 @@ class SchedulerConfig:
             shrinks to one block at least.
         max_offline_preemptions: After so many evictions an offline request is evicted last and waits 1, 2, 4 ...
             seconds before it restarts beside online requests.
+        short_context: Longest prompt plus output that uses longrope's short factors; 0: the model has one set.
         max_queue_time: An online request with a longer expected wait is refused (429), see `QueueTime`.
     """
 
@@ -157,6 +158,7 @@ class SchedulerConfig:
     ahead_seconds: float = math.inf
     min_prefill_chunk: int = 64
     max_offline_preemptions: int = 8
+    short_context: int = 0
     max_queue_time: str = DEFAULT_QUEUE
     seed: int = 0
 

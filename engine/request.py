@@ -57,6 +57,7 @@ class Request:
         plain_to: A decode before this token position samples without a mask, an adapter or pooling.
         most_blocks: Maximum number of blocks held at once (see `SchedulerConfig.most_blocks`).
         expected_output: Expected tokens of the answer, for a promise with a deadline.
+        is_long: The long factors of longrope apply (see `EngineRequest.is_long`).
     """
 
     spec: EngineRequest
@@ -87,6 +88,7 @@ class Request:
     plain_to: int = field(init=False)
     most_blocks: int = sys.maxsize
     expected_output: int = sys.maxsize
+    is_long: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.prompt_token_ids)
@@ -106,6 +108,10 @@ class Request:
     @property
     def request_id(self) -> str:
         return self.spec.request_id
+
+    @property
+    def prefix_root(self) -> bytes:
+        return self.spec.prefix_root(is_long=self.is_long)
 
     @property
     def request_class(self) -> RequestClass:

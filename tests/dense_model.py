@@ -27,9 +27,9 @@ def dense_attend(spec: ModelSpec, layer: int, q: Tensor, k: Tensor, v: Tensor) -
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -math.inf).softmax(-1), v).flatten(1)
 
 
-def attend_with(attend: AttendHeads, decoder: Decoder, positions: Tensor, max_model_len: int | None = None) -> Attend:
+def attend_with(attend: AttendHeads, decoder: Decoder, positions: Tensor) -> Attend:
     """`attend` over the normed and rotated heads of tokens at these positions."""
-    heads = HeadProjection(decoder.spec, decoder.weights, max_model_len or decoder.spec.max_context)
+    heads = HeadProjection(decoder.spec, decoder.weights)
     rotary = heads.rotary(positions)
 
     def attended(index: int, layer: LayerWeights, x: Tensor) -> Tensor:

@@ -53,6 +53,8 @@ def test_rope_and_cache_write(
     rows, positions = (index([token[part] for token in TOKENS], kind) for part in (0, 1))
     tables = (cache.k_table, cache.v_table)
     where = {"layer": cache.layer, "eps": 1e-3}
+    if q_norm == k_norm:  # elsewhere the places of the angles are the positions
+        where["angles"] = index([(position * 7 + 3) % 50 for _, position in TOKENS], kind)
 
     wide = cache.double()
     wide_q = None if q is None else q.double()

@@ -284,6 +284,7 @@ def test_begin_step(count: int, padded: int, capacity: int, longest: int, steps:
     base, seeds = np.zeros((padded, 8), np.int32), rng.integers(-(2**63), 2**63 - 1, count)
     base[:count, :4] = np.stack((lengths, rng.permutation(count), lengths - 1, lengths // 2), axis=1)
     base.view(np.int64)[:count, 2] = seeds
+    base[:, 6] = np.arange(padded) % 3 * 7000
     changes = np.stack((rng.permutation(90), np.arange(90) + 100), axis=1)[: 40 * count].astype(np.int32).ravel()
     control = np.concatenate(((steps, len(changes) // 2, count, count), changes, changes * 0)).astype(np.int32)
     expected = DecodeWork(padded, capacity, 64, DEVICE)
@@ -293,14 +294,15 @@ def test_begin_step(count: int, padded: int, capacity: int, longest: int, steps:
     for begin in (begin_step, twin.begin_step):
         work, tables = DecodeWork(padded, capacity, 64, DEVICE), torch.arange(90, dtype=torch.int32, device=DEVICE)
         work.buffer.upload()
-        ids, positions = (torch.full((padded,), 55, dtype=torch.int32, device=DEVICE) for _ in "ab")
+        ids, positions, angles = (torch.full((padded,), 55, dtype=torch.int32, device=DEVICE) for _ in "abc")
         uniform = torch.zeros(padded, dtype=torch.float64, device=DEVICE)
         inputs = (torch.from_numpy(each).to(DEVICE) for each in (control, base))
-        begin(*inputs, tables, ids, positions, uniform, work)
+        begin(*inputs, tables, ids, positions, angles, uniform, work)
         assert torch.equal(work.requests, expected.requests) and torch.equal(work.ranges, expected.ranges)
         used = expected.items[:, 0] >= 0
         assert torch.equal(work.items[used], expected.items[used]) and (work.items[~used, 0] == -1).all()
         assert np.array_equal(uniform[:count].cpu(), uniforms(seeds, lengths // 2 + steps))
+        assert np.array_equal(angles[:count].cpu(), lengths - 1 + steps + base[:count, 6]) and not angles[count:].any()
         found.append((tables.tolist(), ids.tolist(), positions.tolist()))
     wanted = dict(enumerate(range(90))) | dict(changes.reshape(-1, 2).tolist())
     rest = [0] * (padded - count)

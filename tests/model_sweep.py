@@ -53,6 +53,9 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
   set.
 - **Cache**: `--kv-cache-dtype int8` is refused. If keys and values have different widths (DeepSeek-V2/V3), cells
   have the larger one.
+- **Raw prompts** (`/v1/completions`, `/v1/embeddings`) get the special tokens that tokenizer.json adds.
+  `add_bos_token` in tokenizer_config.json has no effect, as in transformers 5, so raw prompts of DeepSeek-V3 begin
+  without its BOS token: send token ids that begin with it. Its chat template writes the token.
 - **Recurrent state**: prefixes are reused at [checkpoints](../concepts/cache.md#recurrent-layers).
 - **Self-test**: before serving, 36 random tokens of two requests are compared with transformers' eager attention; a
   difference beyond rounding refuses the start. Of native families two layers are tested: on a CPU with the kernels and
@@ -64,9 +67,11 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
 - **no scaling, `llama3`**: `max_position_embeddings`.
 - **`yarn`, `linear`**: `factor` times the original context (`original_max_position_embeddings`, or else
   `max_position_embeddings`), at least `max_position_embeddings`.
-- **`longrope`**: native as `yarn`; above the original context all requests use the long factors, where transformers
-  uses the short ones for short sequences. `--max-model-len` of the original context uses the short ones. With
-  transformers' modules, the original context.
+- **`longrope`** (Phi-3.5, Phi-4-mini): as `yarn`. A request uses the short factors if its prompt and `max_tokens` fit
+  into the original context (4,096 tokens), otherwise the long ones from its first token on, where transformers changes
+  them, and computes the cache anew, at the token that crosses the border. Without `max_tokens` an answer may fill the
+  context, so the long factors apply: send `max_tokens`, or serve with `--max-model-len` of the original context. The
+  sets share no cached blocks. Requests do not run from hidden state (`--overload hidden`).
 - **`dynamic`**: `max_position_embeddings`. The angles of longer sequences depend on their length; those of cached keys
   cannot.
 

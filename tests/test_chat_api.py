@@ -140,7 +140,7 @@ async def test_three_choices_with_seeds_of_their_own(
     assert eos is not None
 
     def script(request: EngineRequest) -> Script:
-        return Script([*tokenizer.encode(texts[request.sampling.seed - 7]), eos])
+        return Script([*tokenizer.encode(texts[int(request.request_id[-1])]), eos])
 
     served = await start_server(script)
     if stream:
@@ -168,6 +168,19 @@ async def test_unseeded_requests_draw_different_seeds(served: Served) -> None:
     assert len({request.sampling.seed for request in served.engine.requests}) == 4
 
 
+async def test_random_numbers_depend_on_seed_prompt_and_choice_alone(served: Served) -> None:
+    """One seed over many prompts is no single draw, and choices of near seeds do not overlap."""
+    texts, seeds = ("a", "b"), (-(2**63), -1, 0, 1, 2**63 - 1)
+    bodies = [(text, seed, n) for text in texts for seed in seeds for n in (3, 1)]
+    for text, seed, n in bodies:
+        await chat(served, messages=[{"role": "user", "content": text}], seed=seed, n=n)
+    found = iter([request.sampling.seed for request in served.engine.requests])
+    drawn = [[next(found) for _ in range(n)] for _, _, n in bodies]
+    three, alone = drawn[::2], drawn[1::2]
+    assert [each[:1] for each in three] == alone, "choice 0 of n is that of a request alone"
+    assert len({seed for each in three for seed in each}) == 3 * len(texts) * len(seeds)
+
+
 async def test_sampling_fields_reach_the_engine(served: Served) -> None:
     await chat(
         served,
@@ -187,7 +200,7 @@ async def test_sampling_fields_reach_the_engine(served: Served) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.3, 0.8, 11, 0.05)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1.5, -1, 1.1)
     assert dict(sampling.logit_bias) == {5: -100, 7: 2.5}
-    assert (sampling.seed, sampling.max_tokens, sampling.min_tokens, sampling.logprobs) == (-3, 9, 2, None)
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.logprobs) == (9, 2, None)
     assert sampling.stop_token_ids == served.engine.info.eos_token_ids | {9}
 
 
@@ -385,7 +398,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_no_done(start_server: Star
 async def test_one_failing_choice_ends_the_others(start_server: StartServer, tokenizer: Tokenizer) -> None:
     def script(request: EngineRequest) -> Script:
         ids = tokenizer.encode("hello world")
-        return Script(ids, fail_after=1) if request.sampling.seed == 1 else Script(ids, hold_after=1)
+        return Script(ids, fail_after=1) if request.request_id.endswith("-1") else Script(ids, hold_after=1)
 
     served = await start_server(script)
     assert (await post(served, {"n": 2, "seed": 0})).status_code == 500

@@ -120,11 +120,11 @@ def check_repeated(driver: CudaDriver) -> list[int]:
         alone = fresh.fill(last.inputs.shape, decodes_first(chunks), rows)
         wishes = fresh.fill_wishes(chunks[:, 0], chunks[:, 1] + 1, rows, spec.vocab_size)
         twins.begin_step(
-            alone.control, alone.base, torch.zeros(1, dtype=torch.int32), alone.ids, alone.positions, alone.uniform,
-            alone.decode,
+            alone.control, alone.base, torch.zeros(1, dtype=torch.int32), alone.ids, alone.positions, alone.angles,
+            alone.uniform, alone.decode,
         )  # fmt: skip
         count = len(chunks)
-        for name in ("ids", "source", "positions", "rows", "sample_tokens", "sample_rows", "stored"):
+        for name in ("ids", "source", "positions", "angles", "rows", "sample_tokens", "sample_rows", "stored"):
             assert torch.equal(getattr(last.inputs, name), getattr(alone, name)), name
         for name in ("requests", "ranges", "items"):
             assert torch.equal(getattr(last.inputs.decode, name), getattr(alone.decode, name)), name

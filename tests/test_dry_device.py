@@ -423,7 +423,8 @@ class Halved:
     def send(self, chunks: IntArray, hidden: torch.Tensor, wanted: IntArray) -> None:
         assert hidden.device.type == "cpu" and hidden.shape[1] == chunks[:, 2].sum()
         blocks = int(self._rows.num_blocks[chunks[:, 0]].max())
-        self._follower.rows.mirror(self._rows.tables[:2, chunks[:, 0], :blocks])
+        first = chunks[:, 0]
+        self._follower.rows.mirror(self._rows.tables[:2, first, :blocks], self._rows.is_long[first])
         renamed = np.column_stack((np.arange(len(chunks)), chunks[:, 1:]))
         self._came.append(self._follower.pass_through(renamed, hidden, wanted))
         assert self._came[-1].shape == (1, len(wanted), hidden.shape[2])

@@ -51,14 +51,14 @@ def tokens_for(length: int = LENGTH) -> Tensor:
     return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(7))
 
 
-def logits_of(decoder: Decoder, tokens: Tensor, chunks: list[int], max_model_len: int = LENGTH) -> Tensor:
+def logits_of(decoder: Decoder, tokens: Tensor, chunks: list[int]) -> Tensor:
     """Logits of every position, the tokens fed in chunks of these lengths."""
     attend, start, rows = attention_of(decoder), 0, []
     with torch.inference_mode():
         for length in chunks:
             positions = torch.arange(start, start + length)
             hidden = decoder.embed(tokens[start : start + length], positions)
-            attended = attend_with(attend, decoder, positions, max_model_len)
+            attended = attend_with(attend, decoder, positions)
             rows.append(decoder.logits(decoder.run(hidden, attended)))
             start += length
     assert start == len(tokens)
@@ -255,7 +255,7 @@ def test_gemmas_layers_with_a_window_turn_by_a_theta_of_their_own() -> None:
     for rope, kind in ((spec.rope, "full_attention"), (spec.local_rope, "sliding_attention")):
         assert rope is not None
         expected = getattr(model.rotary_emb, f"{kind}_inv_freq")
-        assert torch.allclose(inverse_frequencies(rope, 64), expected, rtol=1e-6, atol=0.0)
+        assert torch.allclose(inverse_frequencies(rope), expected, rtol=1e-6, atol=0.0)
     silent = spec_from_config(named("Gemma3", rope_theta=None))
     assert silent.rope is not None and silent.local_rope is not None
     assert (silent.rope.theta, silent.local_rope.theta) == (1e6, 1e4)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.build import build_runner, plan_launch
+from engine.build.memory import scheduler_config
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.cpu.backend import CpuBackend
-from engine.limits import SchedulerConfig
 from engine.models.weights import _Builder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,8 +42,8 @@ def served(folder: Path, *lengths: int, **changes: Any) -> tuple[list[list[int]]
     """Return the tokens behind prompts of these lengths, and the plan. Raise ConfigError, as the start does."""
     config = engine_of(folder, **changes)
     runner, plan = build_runner(config, plan_launch(config))
-    limits = plan.limits
-    driver = Driver(runner, SchedulerConfig(limits.num_units, limits.max_model_len, limits.block_size, 4, 64))
+    limits, config = plan.limits, replace(config, max_num_seqs=4, max_num_batched_tokens=64)
+    driver = Driver(runner, scheduler_config(config, plan))
     for length in lengths:
         driver.add(make_request(str(length), prompt_of(length), min(TOKENS, limits.max_model_len - length)))
     driver.run()
@@ -248,16 +249,12 @@ ROPES: dict[str, Rope] = {
     ),
     "longrope": Rope(
         {"rope_scaling": {"type": "longrope", **FACTORS}, **OUTSIDE, "max_position_embeddings": 256},
-        (256, 64),
-        "positions|longrope rotary embedding, whose angles change after 64 tokens",
-        note="longrope: all requests use the long factors",
-        lengths=(70, 150),
+        note="longrope: the short factors apply while prompt and max_tokens fit into 64 tokens",
+        lengths=(24, 54, 70, 150),
     ),
     "longrope by a factor": Rope(
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS, **YARN}},
-        (256, 64),
-        "positions|longrope rotary embedding",
-        lengths=(70, 150),
+        lengths=(24, 54, 70, 150),
     ),
     "llama3": Rope(
         {

@@ -1,6 +1,7 @@
 """Checkpoints in fewer bits: the weights that they stand for to the last bit, the same tokens as of plain ones, what a
 start says before it reads them, and one clear line for what cannot be read."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from engine.build import build_runner, plan_launch
 from engine.config import EngineConfig
-from engine.errors import ModelLoadError
+from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cpu.native import library
 from engine.execution.plan import LaunchPlan
 from engine.limits import SchedulerConfig
@@ -83,6 +84,28 @@ def test_tokens_by_transformers_modules(name: str, tmp_path: Path) -> None:
     found, plan = generated(config_of(tmp_path / "packed", model_impl="transformers"))
     assert plan.implementation == "transformers" and "unpacked to float32 at load" in plan.notes[-1]
     assert found == generated(config_of(tmp_path / "dense"))[0]
+
+
+BESIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "AutoGPTQ": ("gptq", "quantize_config.json", {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}),
+    "with its method": ("gptq", "quantize_config.json", FORMATS["gptq"].config),
+    "AutoAWQ": ("awq", "quant_config.json", {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}),
+    "AWQ by another name": ("awq", "quantize_config.json", FORMATS["awq"].config),
+}
+
+
+@pytest.mark.parametrize(("name", "impl"), [*((name, "auto") for name in BESIDE), ("AutoAWQ", "transformers")])
+def test_settings_beside_config_json_are_read(name: str, impl: str, tmp_path: Path) -> None:
+    kind, file, given = BESIDE[name]
+    packed_checkpoints.write(tmp_path, kind)
+    expected = generated(config_of(tmp_path, model_impl=impl))[0]
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    tiny_models.write_config(tmp_path, config)
+    with pytest.raises(ConfigError, match=r"qweight is quantized, but config.json has no quantization_config"):
+        plan_launch(config_of(tmp_path, model_impl=impl))
+    (tmp_path / file).write_text(json.dumps(given))
+    assert generated(config_of(tmp_path, model_impl=impl))[0] == expected
 
 
 # Experts of gpt-oss ----------------------------------------------------------------------------------------------

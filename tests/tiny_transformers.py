@@ -73,6 +73,30 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
 }
 """What types with recurrent layers need to have some of either kind."""
+_ALTERNATING: dict[str, Any] = {
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97,
+}  # fmt: skip
+UNLIKE: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "gemma3n_text": {
+        **_ALTERNATING, "laurel_rank": 8, "altup_num_inputs": 2, "intermediate_size": [64] * 6,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
+    },
+    "gemma4_text": {**_ALTERNATING, "global_head_dim": 32},
+    "phi4_multimodal": {
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 14, "crop_size": 28,
+        },
+        "audio_config": {
+            "hidden_size": 32, "num_blocks": 1, "num_attention_heads": 2, "intermediate_size": 32,
+            "ext_pw_out_channel": 32,
+        },
+    },
+}  # fmt: skip
+"""Sizes of types that SMALL does not fit."""
 DELTA = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -97,8 +121,9 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
         warnings.simplefilter("ignore")
         default = kind()
         known = set(default.to_dict()) | set(kind.attribute_map)
-        sizes = SMALL | DELTA | STATEFUL.get(model_type, {})
-        wanted = {key: value for key, value in sizes.items() if key in known or key in STATEFUL.get(model_type, {})}
+        own = STATEFUL.get(model_type, {}) | UNLIKE.get(model_type, {})
+        sizes = SMALL | DELTA | own
+        wanted = {key: value for key, value in sizes.items() if key in known or key in own}
         if getattr(default, "sliding_window", None) is None:
             wanted.pop("sliding_window", None)
         if "qk_rope_head_dim" in known:  # latent attention: the width of a head is what is rotated

@@ -204,6 +204,7 @@ def _info(plan: LaunchPlan, scheduler: SchedulerConfig, sampling: SamplingDefaul
         adapters=tuple(each.name for each in plan.adapters),
         fallbacks=plan.faults,
         shares_prefixes=scheduler.enable_prefix_caching,
+        short_context=scheduler.short_context,
     )
 
 

@@ -75,6 +75,10 @@ def _hidden_refusal(config: EngineConfig, spec: ModelShape) -> str | None:
         return ""
     if not isinstance(spec, ModelSpec):
         return "transformers' modules keep the hidden state of their layers to themselves"
+    if 0 < spec.short_context < (config.max_model_len or spec.max_context):
+        return (
+            f"stored hidden state does not tell longrope's set of factors (--max-model-len {spec.short_context} does)"
+        )
     return hidden_state_refusal(spec)
 
 
@@ -182,6 +186,7 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         state_slots=plan.state_slots,
         host_state_slots=plan.host_state_slots if prefixes else 0,
         state_bytes=plan.spec.state_bytes,
+        short_context=plan.short_context,
         enable_prefix_caching=config.enable_prefix_caching and prefixes,
     )
 

@@ -171,12 +171,10 @@ def _notes(spec: ModelShape, max_model_len: int) -> Iterator[str]:
     if spec.state_bytes:
         size = f"{spec.state_bytes / 2**20:.3g} MiB"
         yield f"recurrent layers keep up to {size} of each running request, and as much of each prefix in the cache"
-    rope = spec.rope if isinstance(spec, ModelSpec) else None
-    if rope is not None and rope.kind == "longrope" and max_model_len > rope.original_max_position:
-        short = rope.original_max_position
+    if 0 < spec.short_context < max_model_len:
         yield (
-            f"longrope: all requests use the long factors; transformers uses the short ones up to {short} tokens, as "
-            f"--max-model-len {short} does"
+            f"longrope: the short factors apply while prompt and max_tokens fit into {spec.short_context} tokens, the "
+            "long ones to all other requests, also to those without max_tokens"
         )
 
 

@@ -106,7 +106,7 @@ class Cache:
         config, cache_map = self._config, request.cache_map
         if not config.enable_prefix_caching or request.starts_over:
             return []
-        extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.spec.prefix_root)
+        extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.prefix_root)
         usable = (len(request.token_ids) - 1) // config.block_size
         return self.tiers.find(cache_map.hashes[:usable])
 
@@ -315,7 +315,7 @@ class Cache:
         num_full = request.num_confirmed_tokens // config.block_size
         if num_full <= cache_map.num_published or not config.enable_prefix_caching or request.starts_over:
             return
-        extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.spec.prefix_root)
+        extend_hashes(cache_map.hashes, request.token_ids, config.block_size, request.prefix_root)
         for index in range(cache_map.num_published, num_full):
             self.device.publish(cache_map.blocks[index], cache_map.hashes[index])
         cache_map.num_published = num_full

@@ -98,7 +98,7 @@ class Checkpoints:
         if not saving or saving[0].num_tokens > request.num_confirmed_tokens:
             return
         hashes = request.cache_map.hashes
-        extend_hashes(hashes, request.token_ids, self._block_size, request.spec.prefix_root)
+        extend_hashes(hashes, request.token_ids, self._block_size, request.prefix_root)
         while saving and saving[0].num_tokens <= request.num_confirmed_tokens:
             num_tokens, lasts, block = saving.pop(0)
             self.pool.publish(block, hashes[num_tokens // self._block_size - 1])
@@ -162,7 +162,7 @@ class Checkpoints:
     def _save(self, request: Request, num_tokens: int, lasts: bool, step_id: int) -> CacheBlock | None:
         """Return a slot for a state, or None if the state is cached already or there is no room."""
         hashes, number = request.cache_map.hashes, num_tokens // self._block_size
-        extend_hashes(hashes, request.token_ids, self._block_size, request.spec.prefix_root)
+        extend_hashes(hashes, request.token_ids, self._block_size, request.prefix_root)
         known = self._find(hashes[number - 1]) if number <= len(hashes) else None
         online = request.request_class is RequestClass.ONLINE
         if known is not None:

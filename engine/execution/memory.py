@@ -155,7 +155,7 @@ def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable
 
 def run_largest_step(decoder: Decoder, limits: Limits) -> None:
     """Allocate the memory of the largest step: a full prefill, and logits with sampling for every sequence."""
-    heads = HeadProjection(decoder.spec, decoder.weights, limits.max_model_len)
+    heads = HeadProjection(decoder.spec, decoder.weights)
 
     def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in heads.qkv(layer, x, rotary[index]))

@@ -87,6 +87,11 @@ class LaunchPlan:
         return self.whole or self.spec
 
     @property
+    def short_context(self) -> int:
+        """See `SchedulerConfig`; 0 if no request is longer."""
+        return self.spec.short_context if self.spec.short_context < self.limits.max_model_len else 0
+
+    @property
     def own(self) -> ModelSpec:
         """The spec of a native model."""
         assert isinstance(self.spec, ModelSpec), "this model runs transformers modules"

@@ -133,6 +133,7 @@ class RowTable:
         pooling: Pooling of the row's request, or None.
         pools: [rows], whether the row's request is pooled.
         adapters: [rows], number of the LoRA adapter; 0: none.
+        is_long: [rows], whether the long factors of longrope apply to the row's request.
         window: See `SchedulerConfig`. Entries of blocks before the window may be stale and are not read
             (`num_unseen`).
         is_hidden: [rows, max_blocks], whether a block is hidden state; else its entry in `hidden_table` is undefined.
@@ -152,6 +153,7 @@ class RowTable:
         self.pooling: list[Pooling | None] = [None] * self.num_rows
         self.pools = np.zeros(self.num_rows, dtype=np.bool_)
         self.adapters = np.zeros(self.num_rows, dtype=np.int64)
+        self.is_long = np.zeros(self.num_rows, dtype=np.bool_)
         self.num_blocks = np.zeros(self.num_rows, dtype=np.int64)
         self.generation = np.zeros(self.num_rows, dtype=np.int64)
         self.tables = np.zeros((3, self.num_rows, max_blocks), dtype=np.int64)
@@ -204,14 +206,15 @@ class RowTable:
         self.k_table[rows, blocks], self.v_table[rows, blocks] = k_entries, v_entries
         self.note(rows, blocks)
 
-    def mirror(self, tables: IntArray) -> None:
-        """Copy the K and V entries [2, n, blocks] of another engine's rows to the first rows."""
+    def mirror(self, tables: IntArray, is_long: npt.NDArray[np.bool_]) -> None:
+        """Copy the K and V entries [2, n, blocks], and `is_long [n]`, of another engine's rows to the first rows."""
         _, count, blocks = tables.shape
         here = self.tables[:2, :count, :blocks]
         if self._changed is not None:
             self.note(*np.nonzero((here != tables).any(axis=0)))
         here[...] = tables
         self.num_blocks[:count] = blocks
+        self.is_long[:count] = is_long
 
     def num_unseen(self, starts: IntArray) -> IntArray:
         """Return the number of leading blocks that chunks beginning at `starts` [n] do not see."""
@@ -253,6 +256,7 @@ class RowTable:
         self.pooling[new.row] = new.pooling
         self.pools[new.row] = new.pooling is not None
         self.adapters[new.row] = new.adapter
+        self.is_long[new.row] = new.is_long
         self._extend(new.row, new.entries)
 
     def _extend_each(self, appended: Sequence[AppendedEntries]) -> bool:

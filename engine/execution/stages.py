@@ -16,6 +16,7 @@ from threading import Thread
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -197,6 +198,7 @@ class _Step:
     Attributes:
         chunks: [n, 4], of rows 0 to n - 1.
         tables: [2, n, blocks] of K and V.
+        is_long: [n], see `RowTable`.
         hidden: [parts, T, H].
         wanted: [R], tokens whose hidden state is returned.
     """
@@ -204,6 +206,7 @@ class _Step:
     number: int
     chunks: IntArray
     tables: IntArray
+    is_long: npt.NDArray[np.bool_]
     hidden: Tensor
     wanted: IntArray
 
@@ -244,7 +247,8 @@ class NextStage:
         dtype = str(hidden.dtype).removeprefix("torch.")
         head = {"number": self._number, "blocks": blocks, "parts": hidden.shape, "dtype": dtype}
         self._sent.append((self._number, hidden.dtype))
-        _send(self.link, head, [renamed.tobytes(), tables.tobytes(), wanted.tobytes(), _bytes_of(hidden)])
+        parts = [each.tobytes() for each in (renamed, tables, wanted, rows.is_long[chunks[:, 0]])]
+        _send(self.link, head, [*parts, _bytes_of(hidden)])
 
     def receive(self) -> list[Tensor]:
         """Return the hidden state [parts, R, H] after the last layer for each `send` since the last call, in order.
@@ -297,16 +301,17 @@ def _steps(link: Link) -> Iterator[_Step]:
 
 
 def _run(device: StagedDevice, step: _Step) -> Tensor:
-    device.rows.mirror(step.tables)
+    device.rows.mirror(step.tables, step.is_long)
     return device.pass_through(step.chunks, step.hidden, step.wanted)
 
 
 def _receive_step(link: Link, head: bytearray) -> _Step:
     about = json.loads(head)
     chunks, tables, wanted = (np.frombuffer(link.receive(), dtype=np.int64) for _ in range(3))
+    is_long = np.frombuffer(link.receive(), dtype=np.bool_)
     hidden = _tensor(link.receive(), getattr(torch, about["dtype"]), about["parts"])
     chunks = chunks.reshape(-1, 4)
-    return _Step(about["number"], chunks, tables.reshape(2, len(chunks), about["blocks"]), hidden, wanted)
+    return _Step(about["number"], chunks, tables.reshape(2, len(chunks), about["blocks"]), is_long, hidden, wanted)
 
 
 def _send(link: Link, head: dict[str, Any], parts: Sequence[bytes | memoryview]) -> None:

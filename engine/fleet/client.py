@@ -290,7 +290,8 @@ class FleetClient:
         Return None for a batch line if every engine holds its share of lines (`bounded`).
         """
         request = requests[0]
-        chain = prefix_chain(request.prompt_token_ids, request.prefix_root, members[0].block_size)
+        root = request.prefix_root(is_long=request.is_long(self.info.short_context))
+        chain = prefix_chain(request.prompt_token_ids, root, members[0].block_size)
         hits = hits_of(members, chain)
         if request.request_class is RequestClass.ONLINE:
             prompt = RoutedPrompt(len(request.prompt_token_ids), hits)

@@ -4,6 +4,7 @@ without a fused kernel, its queries, keys and values with norms and rotation."""
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.models import torch_ops
@@ -60,12 +61,11 @@ class PoolView(NamedTuple):
 class HeadProjection:
     """Projections to queries, keys and values by head, in torch operators.
 
-    `max_model_len` is the longest context of the engine (it selects the longrope factors). `hidden` creates the layers
-    of `kv`; with packed weights, these use the memory of the K and V parts a second time. For streamed layers they are
-    views of the layer last passed to `hold`.
+    `hidden` creates the layers of `kv`; with packed weights, these use the memory of the K and V parts a second time.
+    For streamed layers they are views of the layer last passed to `hold`.
     """
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, max_model_len: int, *, hidden: bool = False) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, *, hidden: bool = False) -> None:
         self.hidden_size = spec.hidden_size
         self._spec = spec
         self._layers = weights.layers
@@ -74,7 +74,10 @@ class HeadProjection:
         self._all_heads = self._qk_heads + spec.num_kv_heads
         device = weights.embedding.device
         self._ropes = {
-            rope: (inverse_frequencies(rope, max_model_len).to(device), attention_scaling(rope))
+            rope: (
+                [inverse_frequencies(rope, is_long=each).to(device) for each in (False, True)],
+                attention_scaling(rope),
+            )
             for rope in (spec.rope, spec.local_rope)
             if rope is not None
         }
@@ -82,11 +85,13 @@ class HeadProjection:
         assert views or not hidden, "packed streamed layers would keep copies of their K and V projections in memory"
         self._kv: list[Linear] = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if hidden else []
 
-    def rotary(self, positions: Tensor) -> list[Rotary | None]:
+    def rotary(self, positions: Tensor, is_long: Tensor | None = None) -> list[Rotary | None]:
         """Return the rotation of Q and K at these positions [T] for every layer, shared between layers of equal rope;
-        None for layers without rotary embedding."""
+        None for layers without rotary embedding. `is_long [T]`: see `RowTable`; None: no token."""
         made: dict[RopeSpec | None, Rotary | None] = {None: None}
-        for rope, (inv_freq, scaling) in self._ropes.items():
+        for rope, ((inv_freq, other), scaling) in self._ropes.items():
+            if rope.short_context and is_long is not None:
+                inv_freq = torch.where(is_long.unsqueeze(1), other, inv_freq)
             cos, sin = torch_ops.rotary_tables(positions, inv_freq, scaling)
             made[rope] = torch_ops.prepare_rotary(cos, sin, self._dtype)
         return [made[self._spec.rope_of(layer)] for layer in range(self._spec.num_layers)]

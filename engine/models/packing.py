@@ -13,6 +13,8 @@ from engine.errors import ModelLoadError
 WORDS, AWQ, GPTQ, SCALED, EXPERTS = "words", "awq", "gptq", "scaled", "experts"
 MX_GROUP = 32
 """Number of MXFP4 values that share a power of two."""
+SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
+"""Files that hold the settings of quantized layers if config.json does not."""
 _WORD = 32  # bits
 _INACTIVE = ("none", "dense", "", None)
 
@@ -83,6 +85,12 @@ def packing_from_config(config: Mapping[str, Any]) -> Packing | None:
         known = ", ".join(sorted(_METHODS))
         raise ModelLoadError(f"weights quantized by {named} are not supported (supported: {known})")
     return reader(given)
+
+
+def settings_beside(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the content of a file of SETTINGS_FILES as a `quantization_config`; AWQ and GPTQ tools omit the method."""
+    method = "awq" if given.keys() & {"w_bit", "q_group_size", "zero_point"} else "gptq"
+    return {"quant_method": method, "group_size": given.get("q_group_size"), **given}
 
 
 def _awq(given: Mapping[str, Any]) -> Packing:

@@ -21,8 +21,9 @@ class RopeSpec:
 
     `original_max_position` is the context length of the pretraining; `attention_factor` multiplies cos and sin.
     `short_factor` / `long_factor` (rotary_dim / 2 numbers each) belong to longrope. A sequence must keep one set for
-    its lifetime, or cached keys would disagree with new ones; the set is therefore selected once, by the engine's
-    longest context. `dynamic` equals `default` up to the original context, which no context exceeds.
+    its lifetime, or cached keys would disagree with new ones; the set is therefore selected once per request, by its
+    prompt and `max_tokens` (`short_context`). `dynamic` equals `default` up to the original context, which no context
+    exceeds.
     """
 
     theta: float
@@ -40,6 +41,11 @@ class RopeSpec:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+
+    @property
+    def short_context(self) -> int:
+        """Longest sequence that uses the short factors of longrope; 0: there is one set of frequencies."""
+        return self.original_max_position if self.kind == "longrope" else 0
 
 
 class Ropes(NamedTuple):
@@ -63,6 +69,8 @@ def ropes_from_config(
     """
     if has_local:  # these families give the number of positions after scaling
         full, local = (rope_from_config(each, family, head_dim, max_position) for each in ropes_of_layer_types(config))
+        if local.short_context or full.short_context:
+            raise ModelLoadError("longrope by layer type is not supported")
         return Ropes(full, local, max_position, None, "", ())
     rope = rope_from_config(config, family, head_dim, max_position)
     positions = scaled_positions(rope.kind, rope.factor, rope.original_max_position, max_position)

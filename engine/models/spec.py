@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine.errors import ConfigError, ModelLoadError
 from engine.models.families import Family, family_named, family_of, is_set
-from engine.models.packing import Packing, packing_from_config
+from engine.models.packing import SETTINGS_FILES, Packing, packing_from_config, settings_beside
 from engine.models.rope import RopeSpec, ropes_from_config
-from engine.models.stored_tensors import NO_GGUF, has_own_head, stored_type
+from engine.models.stored_tensors import NO_GGUF, has_own_head, quantized_tensor, stored_type
 
 T = TypeVar("T")
 
@@ -48,6 +48,7 @@ class ModelShape:
             has a window.
         longest: Longest context that is computed exactly, if shorter than all positions.
         limited_by: Property of the model that causes `longest`.
+        short_context: Longest prompt plus output that uses longrope's short factors; 0: there is one set.
         notes: Differences between the config and the other files that users should know.
     """
 
@@ -65,6 +66,7 @@ class ModelShape:
     windows: tuple[int | None, ...] = field(default=(), kw_only=True)
     longest: int | None = field(default=None, kw_only=True)
     limited_by: str = field(default="", kw_only=True)
+    short_context: int = field(default=0, kw_only=True)
     notes: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
 
     @property
@@ -213,7 +215,8 @@ def load_spec(folder: Path) -> ModelSpec:
 def from_configs(folder: Path, read: Callable[[dict[str, Any], dict[str, Any]], T]) -> T:
     """Return `read(config, generation config)` of a folder. Raises ModelLoadError, one line with the folder.
 
-    A config without a type gets that of the stored tensors.
+    A config without a type gets that of the stored tensors, one without a format of quantized layers that of a file
+    beside it.
     """
     path, generation = folder / "config.json", folder / "generation_config.json"
     if not path.is_file():
@@ -224,9 +227,25 @@ def from_configs(folder: Path, read: Callable[[dict[str, Any], dict[str, Any]], 
         config = read_json(path)
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["dtype"] = stored_type(folder)
+        if not (config.get("quantization_config") or config.get("compression_config")):
+            config["quantization_config"] = _quantization_beside(folder)
         return read(config, read_json(generation) if generation.is_file() else {})
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error.message}") from None
+
+
+def _quantization_beside(folder: Path) -> Mapping[str, Any] | None:
+    """Return the settings of quantized layers beside config.json; None if no layer is quantized.
+
+    Raises ModelLoadError if nothing describes the layers.
+    """
+    if (tensor := quantized_tensor(folder)) is None:
+        return None
+    for name in SETTINGS_FILES:
+        if (folder / name).is_file():
+            return settings_beside(read_json(folder / name))
+    missing = f"config.json has no quantization_config, and there is no {' or '.join(SETTINGS_FILES)}"
+    raise ModelLoadError(f"tensor {tensor} is quantized, but {missing}: download it beside config.json")
 
 
 def resolve_max_model_len(spec: ModelShape, requested: int | None) -> int:
@@ -271,6 +290,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         longest=ropes.longest if ropes else None,
         limited_by=ropes.limited_by if ropes else "",
         notes=ropes.notes if ropes else (),
+        short_context=ropes.rope.short_context if ropes else 0,
         norm=family.norm,
         norm_eps=_eps(config, family),
         activation=_activation(config, family),

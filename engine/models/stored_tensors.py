@@ -15,6 +15,7 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 NO_GGUF = "GGUF files are not supported; use the model's safetensors repository"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_QUANTIZED = (".qweight", ".weight_packed")
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100_000_000  # the library's own limit in bytes
 _PIECE = 1 << 24
@@ -82,6 +83,15 @@ def stored_type(folder: Path) -> str | None:
         return None
     kind = max(sizes, key=sizes.__getitem__)
     return _TYPES[kind] if sizes[kind] else None
+
+
+def quantized_tensor(folder: Path) -> str | None:
+    """Return the name of a tensor that only quantized layers have; None without one, or without readable weights."""
+    try:
+        names = (name for file in weight_files(folder) for name in read_header(folder / file))
+        return next((name for name in names if name.endswith(_QUANTIZED)), None)
+    except (ModelLoadError, OSError):
+        return None
 
 
 def has_own_head(folder: Path, heads: Iterable[str], embeddings: Iterable[str]) -> bool:

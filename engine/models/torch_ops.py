@@ -76,7 +76,10 @@ def _sum(x: Tensor, residual: Tensor | None, rows: Tensor | None) -> Tensor:
 
 
 def rotary_tables(positions: Tensor, inv_freq: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every angle times `scaling`, two [T, R/2] float32. positions [T], inv_freq [R/2]."""
+    """Return cos and sin of every angle times `scaling`, two [T, R/2] float32.
+
+    positions [T]; inv_freq [R/2], or [T, R/2].
+    """
     angles = positions.float().unsqueeze(1) * inv_freq
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
@@ -135,8 +138,8 @@ def softcap(x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:
     return found.to(x.dtype) if out is None else out.copy_(found)
 
 
-def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> Tensor:
-    """Return radians per position, [rotary_dim / 2] float32 on the CPU; `max_model_len` selects longrope factors."""
+def inverse_frequencies(rope: RopeSpec, *, is_long: bool = False) -> Tensor:
+    """Return radians per position, [rotary_dim / 2] float32 on the CPU; `is_long` selects the factors of longrope."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -146,7 +149,7 @@ def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> Tensor:
     if rope.kind == "yarn":
         return _yarn(rope, plain)
     if rope.kind == "longrope":
-        factors = rope.long_factor if max_model_len > rope.original_max_position else rope.short_factor
+        factors = rope.long_factor if is_long else rope.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
     return plain
 

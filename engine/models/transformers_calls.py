@@ -11,9 +11,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from engine.errors import ModelLoadError
 from engine.models.attention import Manner
@@ -42,6 +45,7 @@ class Adds(Protocol):
 
 _CURRENT: ContextVar[Attention] = ContextVar("attention of this forward pass")
 _ADAPTERS: ContextVar[Adds | None] = ContextVar("adapters of this forward pass", default=None)
+_LONG: ContextVar[Tensor | None] = ContextVar("tokens of this forward pass with long factors", default=None)
 
 
 class EngineLinear(nn.Module):
@@ -93,6 +97,23 @@ def attending(attention: Attention, call: Callable[[], Any]) -> Any:
         return call()
 
 
+def rope_by_token(model: nn.Module, short_context: int) -> None:
+    """Make the longrope modules of a model choose their factors by token instead of by the last position of a step."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            module.forward = partial(_rotate_by_token, module.forward, short_context)
+
+
+def _rotate_by_token(forward: Any, short_context: int, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+    is_long = _LONG.get()
+    if is_long is None:
+        return tuple(forward(x, position_ids))
+    short = forward(x, position_ids.masked_fill(is_long, 0))
+    beyond = functional.pad(position_ids, (0, 1), value=short_context)  # one more position selects the long factors
+    long = (each[:, :-1] for each in forward(x, beyond))
+    return tuple(torch.where(is_long[:, None], b, a) for a, b in zip(short, long, strict=True))
+
+
 def run_model(
     model: Any,
     token_ids: Tensor,
@@ -102,17 +123,18 @@ def run_model(
     recur: Recur | None = None,
     adapters: Adds | None = None,
     layers: RunLayer | None = None,
+    is_long: Tensor | None = None,
 ) -> Tensor:
     """Return the logits [S, vocab] of tokens `keep` [S] among token_ids, positions [T].
 
     `recur` runs layers with a state; `adapters` are those of the T tokens; `layers` runs decoder layers (None: as set
-    outside) and cannot be combined with adapters.
+    outside) and cannot be combined with adapters. `is_long [T]`: see `RowTable`; None: no token.
     """
     assert adapters is None or layers is None
     takes = inspect.signature(model.forward).parameters
     extra = {"logits_to_keep": keep} if "logits_to_keep" in takes else {}
     run = [] if layers is None else [(LAYERS, layers)]
-    with _set((_CURRENT, attention), (RECUR, recur), (_ADAPTERS, adapters), *run):
+    with _set((_CURRENT, attention), (RECUR, recur), (_ADAPTERS, adapters), (_LONG, is_long), *run):
         answer = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **extra)
     logits: Tensor = answer.logits[0]
     return logits if extra else logits.index_select(0, keep)

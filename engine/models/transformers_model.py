@@ -34,6 +34,7 @@ from engine.models.transformers_calls import (
     causal_lm,
     nothing,
     quiet,
+    rope_by_token,
     run_model,
 )
 from engine.models.transformers_shape import PROBED, Seen, TransformersShape, config_of, settle
@@ -77,6 +78,8 @@ class TransformersModel:
                 self._decoder_layers[index] = model.get_submodule(above)
                 take_over_layer(self._decoder_layers[index], index)
         self._forms: list[LayerForm | str] = []
+        if shape.short_context:
+            rope_by_token(model, shape.short_context)
 
     @property
     def like(self) -> Tensor:
@@ -93,13 +96,14 @@ class TransformersModel:
         recur: Recur = begin,
         adapters: "Adds | None" = None,
         layers: RunLayer | None = None,
+        is_long: Tensor | None = None,
     ) -> Tensor:
         """See `run_model`."""
 
         def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
             return attend(self._layers[id(module)], q, k, v, manner)
 
-        return run_model(self.module, token_ids, positions, attention, keep, recur, adapters, layers)
+        return run_model(self.module, token_ids, positions, attention, keep, recur, adapters, layers, is_long)
 
     def look(self) -> list[Look]:
         """Return the attention layers in order, as currently called."""

@@ -28,7 +28,7 @@ _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", 
 _ATTENDING = _ATTENTION_TYPES | {"hybrid", "hybrid_sliding"}
 _LAYER_TYPES = _ATTENDING | STATES | {"mlp", "moe"}
 _STATE_BYTES = 4  # upper bound per element
-_SWITCHING_ROPES = {"dynamic", "longrope"}  # frequencies depend on the longest context of a step
+_SWITCHING_ROPES = {"dynamic", "longrope"}  # frequencies depend on the longest context of a step; see `rope_by_token`
 _COUNTS = re.compile("layers|pattern")  # config values that count layers, not tokens
 _SCANS = {"chunk_size", "mamba_chunk_size"}  # config values that only set the scan length of recurrent layers
 PROBED = 6  # tokens
@@ -150,6 +150,7 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
         layers=tuple(names[id(each.module)] for each in seen),
         longest=limit,
         limited_by=reason,
+        short_context=short_context(config),
         packing=packing_from_config(raw),
         windows=tuple(windows) if any(windows) else (),
         recurrent=recurrent,
@@ -175,7 +176,7 @@ def _context_limit(config: Any, seen: list[Seen], harmless: set[str]) -> tuple[i
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, Mapping))):
         kind = rope.get("rope_type")
-        if kind in _SWITCHING_ROPES:
+        if kind in _SWITCHING_ROPES and not (kind == "longrope" and rope is ropes):
             original = int(config.max_position_embeddings)
             if kind != "dynamic":
                 original = int(rope.get("original_max_position_embeddings") or original)
@@ -193,6 +194,13 @@ def _context_limit(config: Any, seen: list[Seen], harmless: set[str]) -> tuple[i
             continue
         limits.append((value, f"{key} of {value} tokens"))
     return min(limits, default=(None, ""))
+
+
+def short_context(config: Any) -> int:
+    """Return the longest sequence with the short factors of longrope, which all layers share; 0: there is one set."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return int(original) if rope.get("rope_type") == "longrope" else 0
 
 
 def _scaled(config: Any, positions: int) -> int:

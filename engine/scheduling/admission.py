@@ -49,6 +49,7 @@ def new_request(state: SchedulerState, spec: EngineRequest, times: RequestTimes)
     """Return the request of `spec`, behind all others by arrival."""
     request = Request(spec, times, next(state.arrivals))
     request.most_blocks = state.config.most_blocks
+    request.is_long = spec.is_long(state.config.short_context)
     return request
 
 

@@ -221,4 +221,5 @@ def _whole(request: Request) -> NewRequest:
         pooling=request.spec.pooling,
         adapter=request.spec.adapter,
         state=request.cache_map.checkpoint,
+        is_long=request.is_long,
     )

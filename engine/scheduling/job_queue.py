@@ -38,7 +38,7 @@ class JobQueue:
         self._by_age[request.request_id] = request
         if self._policy == "psm":
             hashes = request.cache_map.hashes
-            extend_hashes(hashes, request.token_ids, self._block_size, request.spec.prefix_root)
+            extend_hashes(hashes, request.token_ids, self._block_size, request.prefix_root)
             self._tree.insert(request, hashes)
 
     def remove(self, request: Request, *, taken: bool) -> None:

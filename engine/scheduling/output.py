@@ -60,6 +60,7 @@ class NewRequest(NamedTuple):
         pooling: If set, no token is sampled; the last chunk returns a vector.
         adapter: See `EngineRequest`.
         state: Slot with the recurrent state before the first chunk; -1 if there is none.
+        is_long: See `Request`.
     """
 
     row: int
@@ -71,6 +72,7 @@ class NewRequest(NamedTuple):
     pooling: Pooling | None = None
     adapter: int = 0
     state: int = -1
+    is_long: bool = False
 
 
 class AppendedEntries(NamedTuple):

@@ -298,9 +298,9 @@ class Results:
         return bool(bad)
 
     def _fail_grammar(self, request: Request, now: float) -> RequestOutput:
-        """End only this request, because its grammar exceeds a limit of the grammar engine."""
+        """End only this request, because nothing continues its answer within the limits of its grammar."""
         grammar = request.spec.sampling.grammar
-        message = "The grammar became too complex while the answer grew."
+        message = "The grammar cannot continue this answer: it grew too complex, or no text completes it."
         error = InvalidRequestError(message, param=grammar.param if grammar else None)
         return self.finish(request, FinishReason.ERROR, now, error=error)
 

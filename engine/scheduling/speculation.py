@@ -123,7 +123,7 @@ class Speculation:
             self._fed[request_id] = fed
             if fed != NEVER_DRAFTED:
                 spec = request.spec
-                system = (spec.prefix_root, spec.prompt_token_ids[:SYSTEM_TOKENS])
+                system = (request.prefix_root, spec.prompt_token_ids[:SYSTEM_TOKENS])
                 self._drafts.start(request_id, tuple(request.token_ids), spec.job, spec.tenant, system)
         elif 0 <= fed < length:
             self._drafts.extend(request_id, request.token_ids[fed:])

@@ -21,6 +21,7 @@ from engine.arrays import Int32Array
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.forms import MAX_GRAMMAR_BYTES, Grammar
 from engine.panics import as_error
+from engine.structured import dialect
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 MAX_SOURCE_BYTES = 4 * MAX_GRAMMAR_BYTES
 """Maximum size of a GBNF grammar after its conversion to Lark."""
 DEFAULT_COST = 2**20
+UNSATISFIABLE = "nothing can satisfy it"
 _MAX_REASON_CHARS = 400
 _MAX_REGEX_CHARS = 200
 _LIMITS = LLParserLimits(
@@ -233,7 +235,7 @@ def _source(grammar: Grammar) -> str:
             overrides |= {"whitespace_flexible": True, "whitespace_pattern": grammar.whitespace}
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=overrides)
     if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.text)
+        return LLMatcher.grammar_from_regex(dialect.ascii_classes(grammar.text))
     if grammar.kind == "choice":  # a single terminal is ten times faster than as many rules
         texts = [orjson.dumps(text).decode() for text in _parse(grammar.text)]
         if not texts:
@@ -241,7 +243,7 @@ def _source(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
     if grammar.kind == "lark":
         return LLMatcher.grammar_from_lark(grammar.text)
-    return str(grammar_from("grammar", grammar.text))
+    return str(grammar_from("grammar", dialect.of_grammar(grammar.text)))
 
 
 def _parse(text: str) -> Any:
@@ -255,7 +257,7 @@ def _reason(text: str) -> str:
     """Reword the library's error for the API, without its dump of the state."""
     text = text.partition("<state>")[0].partition("\n<non-verbose/>")[0].strip()
     if text.startswith("NoExtension"):
-        return "nothing can satisfy it"
+        return UNSATISFIABLE
     if text.startswith("oneOf constraints"):
         return 'the options of "oneOf" may overlap; use "anyOf"'
     keys = _UNKNOWN_KEYS.search(text)

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.forms import Grammar
 from engine.panics import as_error
-from engine.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError, Matcher, source_of
+from engine.structured.compiler import UNSATISFIABLE, CompiledGrammar, GrammarCompiler, GrammarError, Matcher, source_of
 
 Result = TypeVar("Result")
 
@@ -159,6 +159,8 @@ def _walk(grammar: CompiledGrammar, mask_words: int, ends: list[int], hold_secon
 
 
 def _check(matcher: Matcher) -> None:
+    if matcher.failed == UNSATISFIABLE:
+        raise GrammarError("an answer may reach a place from which no text completes it")
     if matcher.failed is not None:
         raise GrammarError(f"it becomes too complex while an answer grows ({matcher.failed})")
 

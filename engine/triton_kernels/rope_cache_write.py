@@ -83,10 +83,10 @@ def transform_heads(
 
 @triton.jit(
     do_not_specialize=["layer", "scratch_base", "table_stride"],
-    do_not_specialize_on_alignment=["positions", "rows", "k_table", "v_table"],
+    do_not_specialize_on_alignment=["positions", "places", "rows", "k_table", "v_table"],
 )  # a restore has its own tables and token counts of any size
 def rope_cache_kernel(
-    q, k, v, cos_sin, positions, rows, pool, k_table, v_table, q_weight, k_weight, q_stride, k_stride, v_stride,
+    q, k, v, cos_sin, positions, places, rows, pool, k_table, v_table, q_weight, k_weight, q_stride, k_stride, v_stride,
     table_stride, layer, scratch_base, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, SLICE: tl.constexpr, Q_NORM: tl.constexpr,
@@ -102,7 +102,7 @@ def rope_cache_kernel(
     if row < 0:
         return
     position = tl.load(positions + token)
-    angles = cos_sin + position.to(tl.int64) * ROTARY
+    angles = cos_sin + tl.load(places + token).to(tl.int64) * ROTARY
     cell: tl.constexpr = pool.dtype.element_ty
     if part < Q_BLOCKS:
         at = q + token * q_stride
@@ -149,6 +149,7 @@ def rope_cache_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    angles: Tensor | None = None,
 ) -> None:
     """Rotate q in place; write rotated k, and v, of token i to position positions[i] of table row rows[i].
 
@@ -156,18 +157,20 @@ def rope_cache_write(
         q: [n, heads, head_dim], or None.
         k: [n, kv_heads, head_dim].
         v: [n, kv_heads, value_dim].
-        cos_sin: [positions, rotary_dim] float32, cosines first; None: no rotation.
+        cos_sin: [places, rotary_dim] float32, cosines first; None: no rotation.
         positions: [n] int32 or int64.
         rows: [n] int32 or int64; a token with rows[i] < 0 is padding and is skipped.
         pool, layer: As in `decode_attention`.
         q_norm: Weight [head_dim] of the norm of Q, or None.
         k_norm: Weight [head_dim] of the norm of K, or None.
+        angles: [n], of the type of `positions`: rows of `cos_sin`. None: `positions`.
     """
     cells, k_table, v_table, scratch_base, pair = pool
     (count, kv_heads, head_dim), block_size = k.shape, cells.shape[1]
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     check_pool(pool)
-    _check(q, k, v, cos_sin, positions, rows, cells, (q_norm, k_norm))
+    places = positions if angles is None else angles
+    _check(q, k, v, cos_sin, (positions, places, rows), cells, (q_norm, k_norm))
     if count == 0:
         return
     config = configs.HEADS
@@ -175,7 +178,7 @@ def rope_cache_write(
     query, q_heads = (k, 0) if q is None or not (rotary or q_norm is not None) else (q, q.shape[1])
     blocks = -(-q_heads // config.block_m) + 2 * -(-kv_heads // config.block_m)
     rope_cache_kernel[(count, blocks)](
-        query, k, v, cells if cos_sin is None else cos_sin, positions, rows, cells, k_table,
+        query, k, v, cells if cos_sin is None else cos_sin, positions, places, rows, cells, k_table,
         k_table if v_table is None else v_table,
         cells if q_norm is None else q_norm, cells if k_norm is None else k_norm, query.stride(0), k.stride(0),
         v.stride(0), k_table.stride(0), layer, scratch_base, eps, Q_HEADS=q_heads, KV_HEADS=kv_heads,
@@ -192,8 +195,7 @@ def _check(
     k: Tensor,
     v: Tensor,
     cos_sin: Tensor | None,
-    positions: Tensor,
-    rows: Tensor,
+    indices: tuple[Tensor, ...],
     pool: Tensor,
     norms: tuple[Tensor | None, ...],
 ) -> None:
@@ -207,7 +209,7 @@ def _check(
     if q is not None:
         check_heads("q", q, head_dim, k.dtype)
         assert len(q) == len(k), f"{len(q)} queries, {len(k)} keys"
-    for name, index in (("positions", positions), ("rows", rows)):
+    for name, index in zip(("positions", "angles", "rows"), indices, strict=True):
         assert index.shape == (len(k),) and index.is_contiguous(), f"{name}: contiguous [{len(k)}], not {index.shape}"
         assert index.dtype in (torch.int32, torch.int64), f"{name}: int32 or int64, not {index.dtype}"
     if cos_sin is not None:

@@ -42,7 +42,7 @@ def mixed(state):
 
 @triton.jit(do_not_specialize=["padded", "capacity", "tile", "least"])
 def begin_kernel(
-    control, base, tables, ids, positions, uniform, requests, ranges, items, padded, capacity, tile, least,
+    control, base, tables, ids, positions, angles, uniform, requests, ranges, items, padded, capacity, tile, least,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (request): its position, its items, its random number, and its part of the table changes."""
@@ -69,6 +69,7 @@ def begin_kernel(
         own = tl.cdiv(tl.cdiv(length, tile), size)
     tl.store(ids + me, token)
     tl.store(positions + me, position)
+    tl.store(angles + me, position + tl.where(me < count, tl.load(mine + 6), 0))
     tl.store(requests + 2 * me, row)
     tl.store(requests + 2 * me + 1, length)
     tl.store(ranges + 4 * me, tl.where(me < count, begins, 0))
@@ -154,6 +155,7 @@ def begin_step(
     tables: Tensor,
     ids: Tensor,
     positions: Tensor,
+    angles: Tensor,
     uniform: Tensor,
     work: DecodeWork,
 ) -> None:
@@ -165,16 +167,17 @@ def begin_step(
         control: [4 + 2 * n] int32: number of steps since the first, number of changes, of requests, and of draws; then
             pairs of a flat index into `tables` and its entry.
         base: [S, 8] int32, of each request in the first step: token (negative: sampled last, as in all later steps),
-            row, position; of each draw: output position, 0, seed (64 bits, low half first); 2 unused.
+            row, position; of each draw: output position, 0, seed (64 bits, low half first); of each request: what
+            is added to the position for its place in the table of angles; 1 unused.
         tables: int32, contiguous.
-        ids, positions: [S] int32; those of padding are set to 0.
+        ids, positions, angles: [S] int32; those of padding are set to 0. `angles` may be `positions`.
         uniform: [S] float64 in [0, 1), one for each draw.
     """
     assert len(base) == len(ids) == len(positions) == len(uniform) == len(work.requests), f"{len(base)} requests"
-    assert all(each.dtype == torch.int32 and each.is_contiguous() for each in (control, base, tables, ids, positions))
+    assert all(each.dtype == torch.int32 and each.is_contiguous() for each in (control, base, tables, ids, angles))
     least, config = max(1, -(-work.min_split // work.tile)), configs.BEGIN
     begin_kernel[(len(base),)](
-        control, base, tables, ids, positions, uniform, work.requests, work.ranges, work.items, len(base),
+        control, base, tables, ids, positions, angles, uniform, work.requests, work.ranges, work.items, len(base),
         len(work.items), work.tile, least, ROWS=configs.next_power_of_two(work.most), BLOCK=config.block_n,
         **config.options,
     )  # fmt: skip

@@ -75,18 +75,20 @@ def rope_cache_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    angles: Tensor | None = None,
 ) -> None:
     """Rotate q in place; write rotated k, and v, to the pool. Shapes as in the kernel's wrapper."""
     real = rows >= 0
+    places = (positions if angles is None else angles)[real].long()
     positions, rows = positions[real].long(), rows[real].long()
-    angles, cells = None if cos_sin is None else cos_sin[positions], pool.cells
+    turns, cells = None if cos_sin is None else cos_sin[places], pool.cells
     k_slots, v_slots = (
         _token_slots(table, rows, positions, cells, layer, pool.scratch_base) for table in _tables(pool)
     )
-    _keep(cells, k_slots, _transform(k[real], angles, k_norm, eps))
+    _keep(cells, k_slots, _transform(k[real], turns, k_norm, eps))
     _keep(cells, v_slots, v[real])
     if q is not None:
-        q[real] = _transform(q[real], angles, q_norm, eps)
+        q[real] = _transform(q[real], turns, q_norm, eps)
 
 
 def _transform(x: Tensor, angles: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
@@ -244,6 +246,7 @@ def begin_step(
     tables: Tensor,
     ids: Tensor,
     positions: Tensor,
+    angles: Tensor,
     uniform: Tensor,
     work: DecodeWork,
 ) -> None:
@@ -258,6 +261,7 @@ def begin_step(
     length = torch.where(live, start + steps + 1, 0)
     ids.copy_(torch.where(live, torch.where(steps > 0, -1, token), 0))
     positions.copy_((length - 1).clamp(min=0))
+    angles.copy_(positions + torch.where(live, base[:, 6], 0))
     work.requests.copy_(torch.stack((torch.where(live, row, 0), length), 1))
     tiles, least = -(-length // work.tile), max(1, -(-work.min_split // work.tile))
     splits = -(-tiles // (-(-tiles.sum() // (len(work.items) - count).clamp(min=1))).clamp(min=least))

@@ -2,8 +2,10 @@
 
 import dataclasses
 import secrets
+from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
@@ -18,7 +20,6 @@ from predictor.promise import Promise
 COMPLETION_MAX_TOKENS = 16
 LEAST_TOP_P = 1e-6
 """Value for `top_p` 0, with which only the most likely token remains."""
-_INT64 = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +216,8 @@ def _plan(
     requests: list[EngineRequest] = []
     for prompt, length in zip(prompts, max_tokens, strict=True):
         check_prompt(prompt.token_ids, length, info, param)
-        for i in range(n):
-            sampling = SamplingParams(max_tokens=max(1, length), seed=_seed(body.seed, i), **fields)
+        for seed in _seeds(body.seed, prompt.token_ids, n):
+            sampling = SamplingParams(max_tokens=max(1, length), seed=seed, **fields)
             request = caller.request(len(requests), prompt.token_ids, sampling, request_class, final_only=final_only)
             requests.append(request if length else dataclasses.replace(request, pooling=Pooling.SCORES))
     return GenerationPlan(
@@ -237,11 +238,20 @@ def _plan(
     )
 
 
-def _seed(seed: int | None, choice: int) -> int:
-    """Return the seed of a choice: seed + i, so that choices differ and each can be reproduced alone."""
+def _seeds(seed: int | None, token_ids: Sequence[int], n: int) -> list[int]:
+    """Return the engine's seeds of `n` choices: without a seed random, else a digest of seed, prompt and choice.
+
+    One seed in all lines of a batch therefore gives independent random numbers, and choices do not overlap.
+    """
     if seed is None:
-        return secrets.randbits(63)
-    return (seed + choice + _INT64) % (2 * _INT64) - _INT64
+        return [secrets.randbits(63) for _ in range(n)]
+    start = blake2b(array("q", [seed, *token_ids]).tobytes(), digest_size=8, person=b"seed")
+    seeds = []
+    for choice in range(n):
+        each = start.copy()
+        each.update(choice.to_bytes(8, "little"))
+        seeds.append(int.from_bytes(each.digest(), "little", signed=True))
+    return seeds
 
 
 def _sampling_fields(body: GenerationBody, num_logprobs: int | None, info: EngineInfo) -> dict[str, Any]:

@@ -7,13 +7,13 @@ A schema is written to check values; a grammar generates them. `prepared` theref
   options without `$ref`;
 - removes unknown values of `format` and keywords of OpenAPI, which only annotate: next to them the library does not
   take references;
+- rewrites patterns and `unevaluatedProperties`, see `name_patterns`;
 - removes keywords that admit every value where they stand, such as `propertyNames` with type `string`;
 - removes options of `anyOf` with a look-around in their `pattern`, which the library refuses, if another one is left.
 
 All functions take linear time in the size of the schema and do not recurse.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -21,6 +21,8 @@ from typing import Any
 from urllib.parse import unquote
 
 import orjson
+
+from gateway.generate.name_patterns import looks_around, simplify
 
 EXACT_INTEGER = 2**53
 """The grammar library reads the digits of a number as a double, which is exact up to this magnitude."""
@@ -35,7 +37,7 @@ _ANNOTATIONS = {"discriminator", "deprecated", "example", "xml", "externalDocs"}
 _OPTIONS = ("allOf", "anyOf", "oneOf")
 _LISTS = ("prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_ONES = ("items", "additionalItems", "additionalProperties")
+_ONES = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
 _ABOUT_NAMES = {"properties", "required", "additionalProperties", "patternProperties", "unevaluatedProperties"}
 _KIND_OF = {
     str: "string", int: "number", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object",
@@ -52,7 +54,6 @@ _OF_KIND = {
     "array": ("uniqueItems", "contains", "unevaluatedItems"),
     "object": ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
 }
-_REGEX_TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|(?P<around>\(\?<?[=!])|.", re.DOTALL)
 KINDS = frozenset(_KIND_OF.values())
 MOST_COMPARED = 50_000
 _MOST_STEPS = 16
@@ -69,6 +70,7 @@ def prepared(schema: Any) -> Any:
     for each, is_open in found:
         _check_numbers(each)
         _drop_annotation(each)
+        simplify(each)
         if not is_open:
             _close(each)
         _drop_idle(each)
@@ -234,13 +236,8 @@ def _drop_lookaround(schema: dict[str, Any], root: Any) -> None:
     """Remove options of `anyOf` that need a look-around, unless all do. The remaining ones admit fewer values."""
     options = schema.get("anyOf")
     if isinstance(options, list):
-        kept = [option for option in options if not _looks_around(resolved(option, root))]
+        kept = [option for option in options if not looks_around(resolved(option, root))]
         schema["anyOf"] = kept or options
-
-
-def _looks_around(schema: Any) -> bool:
-    pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
-    return isinstance(pattern, str) and any(token["around"] for token in _REGEX_TOKENS.finditer(pattern))
 
 
 def _close(schema: dict[str, Any]) -> None:

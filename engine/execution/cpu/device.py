@@ -144,7 +144,7 @@ class TorchDevice(PoolDevice):
         self.decoder = decoder
         self.layers = range(spec.num_layers)
         self.beyond: NextStage | None = None
-        self._heads = HeadProjection(spec, weights, limits.max_model_len, hidden=hidden)
+        self._heads = HeadProjection(spec, weights, hidden=hidden)
         self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
 
     def restore(self, units: IntArray, starts: IntArray) -> None:
@@ -239,7 +239,11 @@ class TorchDevice(PoolDevice):
     def _attend(self, batch: Batch, hidden: HiddenPlan | None) -> Attend:
         layout = batch.layout
         paged = PagedAttention(self.pool, self.rows, batch)
-        rotary = self._heads.rotary(torch.from_numpy(layout.positions).to(self.pool.device))
+        positions, is_long = (
+            torch.from_numpy(each).to(self.pool.device)
+            for each in (layout.positions, self.rows.is_long[layout.token_rows])
+        )
+        rotary = self._heads.rotary(positions, is_long)
         first, spec, streamed = self.layers.start, self.decoder.spec, self.decoder.weights.layers.streamed
         manners = manners_of(spec, self.decoder.weights.layers)
 

@@ -106,7 +106,9 @@ class TransformersDevice(PoolDevice):
         recur = self._states.of_step(layout, pool.device, rows.take_state_moves())
         adapt = self.adapters.of_step(rows.adapters[layout.token_rows], pool.device) if self.adapters else None
         layers = self._layers if adapt is None else None
-        return self._model.forward(ids, positions, attend, keep, recur, adapt, layers), None
+        long = rows.is_long[layout.token_rows]
+        is_long = torch.from_numpy(long).to(pool.device) if long.any() else None
+        return self._model.forward(ids, positions, attend, keep, recur, adapt, layers, is_long), None
 
     def _attention(self, chunks: IntArray) -> tuple[Layout, Attend]:
         """Return the order of a step's tokens, and the attention of its layers."""

@@ -35,6 +35,7 @@ class StepInputs:
     Attributes:
         ids: [T], negative for the token sampled last for row `source [T]`.
         positions: [T].
+        angles: [T], positions in the table of angles; `positions` itself if the model has one set of frequencies.
         rows: [T], -1 for padding and for tokens whose K and V are not stored.
         sample_tokens: [S], which of the T tokens are sampled.
         sample_rows: [S], their rows.
@@ -52,6 +53,7 @@ class StepInputs:
     ids: Tensor
     source: Tensor
     positions: Tensor
+    angles: Tensor
     rows: Tensor
     sample_tokens: Tensor
     sample_rows: Tensor
@@ -172,12 +174,16 @@ class HeadSizes(NamedTuple):
 class StepBuffers:
     """Buffers of steps. All layers with these `heads` and all step shapes share the scratch of attention.
 
+    `long_from`: place of position 0 of the long factors in the table of angles; 0: there is one set.
+
     Attributes:
         max_items: Maximum number of decode work items.
         fills: Number of calls of `fill`.
     """
 
-    def __init__(self, heads: HeadSizes, limits: Limits, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, heads: HeadSizes, limits: Limits, dtype: torch.dtype, device: torch.device, long_from: int = 0
+    ) -> None:
         max_tokens, max_samples = limits.max_num_batched_tokens, limits.max_num_seqs
         arch, group = configs.device_arch(device), heads.num_heads // heads.num_kv_heads
         prefill = configs.prefill_config(arch, heads.widest, dtype)
@@ -194,7 +200,7 @@ class StepBuffers:
         shapes = (*DecodeWork.shapes(max_samples, items), *PrefillWork.shapes(max_samples, tiles, merged))
         lists = sum(aligned(rows * columns) for rows, columns in shapes)
         self._buffer = WorkBuffer(
-            5 * max_tokens + 23 * max_samples + lists + 2 * _CHANGES + 2 * _EDITS + _SLACK, device
+            6 * max_tokens + 23 * max_samples + lists + 2 * _CHANGES + 2 * _EDITS + _SLACK, device
         )
         take = self._buffer.take
         self._control, self._control_ = take(_HEADER + 2 * _CHANGES)  # first, so that it can be sent alone
@@ -203,6 +209,8 @@ class StepBuffers:
         self._by_kernel, self.fills = False, 0
         (self._ids, self._ids_), (self._source, self._source_) = take(max_tokens), take(max_tokens)
         (self._positions, self._positions_), (self._rows, self._rows_) = take(max_tokens), take(max_tokens)
+        self._long_from = long_from
+        self._angles, self._angles_ = take(max_tokens) if long_from else (self._positions, self._positions_)
         (self._sample_tokens, self._sample_tokens_) = take(max_samples)
         (self._sample_rows, self._sample_rows_) = take(max_samples)
         (self._slots_of, self._slots_of_), (self._stored, self._stored_) = take(max_samples), take(max_tokens)
@@ -235,7 +243,8 @@ class StepBuffers:
             Scratch(*(part[:count] for part in self._scratch)) for count in (items, self._prefill.partials)
         )
         views = StepInputs(
-            shape, self._ids_[:tokens], self._source_[:tokens], self._positions_[:tokens], self._rows_[:tokens],
+            shape, self._ids_[:tokens], self._source_[:tokens], self._positions_[:tokens],
+            self._angles_[:tokens], self._rows_[:tokens],
             self._sample_tokens_[:samples], self._sample_rows_[:samples], self._decode.head(requests, items),
             self._prefill.head(samples, tiles, tokens, not shape.exact), decode, prefill, self._slots_of_[:samples],
             self._stored_[:tokens], self._control_, self._base_[:samples],
@@ -259,9 +268,12 @@ class StepBuffers:
         self._control[:_HEADER] = 0, 0, count, 0
         if shape.by_kernel:
             self._base[:count, :3] = np.stack((tokens, row, start), axis=1)
+            self._base[:count, 6] = self._long_from * rows.is_long[row]
             return views
         _pad(self._ids, tokens, shape.tokens, 0)
         _pad(self._positions, layout.positions, shape.tokens, 0)
+        if self._long_from:
+            _pad(self._angles, layout.positions + self._long_from * rows.is_long[layout.token_rows], shape.tokens, 0)
         views.decode.fill(row[:count].astype(np.int32), (start[:count] + 1).astype(np.int32))
         if shape.prefill:
             chunks = np.stack((row, layout.firsts, length, start), axis=1)[count:]

@@ -21,7 +21,7 @@ from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import IntArray
 from engine.execution.cuda.adapters import SlottedAdapters, StepSlots
 from engine.execution.cuda.buffers import HeadSizes, RepeatedStep, StepBuffers, StepInputs, StepWishes, send
-from engine.execution.cuda.forward import DeviceTables, Forward, Graphs
+from engine.execution.cuda.forward import DeviceTables, Forward, Graphs, long_from
 from engine.execution.cuda.hidden import Projection, StepHidden
 from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import Buckets, PaddedShape
@@ -90,7 +90,8 @@ class CudaDevice:
         self._forward = Forward(spec, weights, kernels, self.tables, self.pool, limits)
         self._projection = Projection(self._forward, self.pool, limits)
         self._swapper = Swapper(self.pool, kernels, self.lane, out=DeviceStream(device), back=DeviceStream(device))
-        self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device)
+        second = long_from(spec.rope, limits.max_model_len)
+        self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device, second)
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._kernels = kernels

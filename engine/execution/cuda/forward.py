@@ -117,7 +117,7 @@ class Forward:
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = embedding_scale(spec, dtype)
         self._manners = manners_of(spec, weights.layers)
-        tables_of = {rope: _cos_sin(rope, limits.max_model_len, device) for rope in (spec.rope, spec.local_rope)}
+        tables_of = {rope: angle_table(rope, limits.max_model_len, device) for rope in (spec.rope, spec.local_rope)}
         self._cos_sin = [tables_of[spec.rope_of(layer)] for layer in range(spec.num_layers)]
         # For hidden state; on a GPU these are views of the weights.
         self._kv = [layer.qkv.outputs_from(spec.q_size) for layer in weights.layers] if pool.scratch_blocks else []
@@ -146,7 +146,14 @@ class Forward:
         """Write the inputs that a kernel writes (`PaddedShape.by_kernel`) and the changes of the tables."""
         if inputs.shape.by_kernel:
             self._kernels.begin_step(
-                inputs.control, inputs.base, self.tables, inputs.ids, inputs.positions, inputs.uniform, inputs.decode
+                inputs.control,
+                inputs.base,
+                self.tables,
+                inputs.ids,
+                inputs.positions,
+                inputs.angles,
+                inputs.uniform,
+                inputs.decode,
             )
 
     def embed(self, inputs: StepInputs) -> Tensor:
@@ -219,7 +226,7 @@ class Forward:
         norms = (None, None) if layer.qk_norm is None else (layer.qk_norm[0], layer.qk_norm[num_heads])
         self._kernels.rope_cache_write(
             q, k, v, self._cos_sin[index], inputs.positions, inputs.rows, self._pool, layer=here, q_norm=norms[0],
-            k_norm=norms[1], eps=spec.norm_eps,
+            k_norm=norms[1], eps=spec.norm_eps, angles=inputs.angles,
         )  # fmt: skip
         out = self._mixed[: len(projected)]
         attend(self._kernels, self._pool, inputs, q, out, layer=here, manner=self._manners[index])
@@ -238,13 +245,22 @@ def attend(
         kernels.prefill_attention(q, pool, inputs.prefill, inputs.prefill_scratch, out, layer=layer, manner=manner)
 
 
-def _cos_sin(rope: RopeSpec | None, max_model_len: int, device: torch.device) -> Tensor | None:
-    """Return [max_model_len + 1, rotary_dim] float32: cosines, then sines, of every position."""
+def long_from(rope: RopeSpec | None, max_model_len: int) -> int:
+    """Return the place of position 0 of the long factors in `angle_table`; 0: no sequence uses them."""
+    return rope.short_context + 1 if rope is not None and 0 < rope.short_context < max_model_len else 0
+
+
+def angle_table(rope: RopeSpec | None, max_model_len: int, device: torch.device) -> Tensor | None:
+    """Return [n, rotary_dim] float32, cosines, then sines: of every position, and from `long_from` on of every position
+    with the long factors."""
     if rope is None:
         return None
-    inv_freq = inverse_frequencies(rope, max_model_len).to(device)
-    positions = torch.arange(max_model_len + 1, device=device)
-    return torch.cat(torch_ops.rotary_tables(positions, inv_freq, attention_scaling(rope)), dim=-1)
+    second = long_from(rope, max_model_len)
+    parts = []
+    for is_long, count in ((False, second or max_model_len + 1), *([(True, max_model_len + 1)] if second else [])):
+        inv_freq, positions = inverse_frequencies(rope, is_long=is_long).to(device), torch.arange(count, device=device)
+        parts.append(torch.cat(torch_ops.rotary_tables(positions, inv_freq, attention_scaling(rope)), dim=-1))
+    return torch.cat(parts)
 
 
 class Graphs:

@@ -47,7 +47,7 @@ TOLERANCE = {
 Results of other types are equal, up to one draw, which a rounding may move to the next token."""
 _WRITES = {
     "accept_tokens": ("sampled", "last_tokens"),
-    "begin_step": ("tables", "ids", "positions", "uniform", "work"), "count_tokens": ("history",),
+    "begin_step": ("tables", "ids", "positions", "angles", "uniform", "work"), "count_tokens": ("history",),
     "decode_attention": ("out",), "hidden_gather": ("out",), "hidden_write": ("pool",), "lora_add": ("y",),
     "penalise": ("logits",), "prefill_attention": ("out",), "rope_cache_write": ("q", "pool"), "softcap": ("out",),
     "token_mask": ("logits",), "unit_copy": ("target",),

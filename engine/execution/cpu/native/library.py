@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
 from engine.execution.host_memory import HugePages
 
-_ABI = 13
+_ABI = 14
 _ERROR_BYTES = 256
 
 
@@ -103,6 +103,7 @@ class TapeShape(Structure):
         ("scale", c_float),
         ("rotary_scaling", c_float),
         ("inverse_frequencies", c_void_p),
+        ("long_frequencies", c_void_p),
     )
 
 
@@ -126,7 +127,7 @@ class TapeStep(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_chunks", "token_stride", "table_stride", "logits_stride")),
         *((name, c_void_p) for name in ("chunks", "tokens", "k_table", "v_table", "num_blocks", "pool")),
-        *((name, c_void_p) for name in ("logits", "best", "best_id")),
+        *((name, c_void_p) for name in ("logits", "best", "best_id", "is_long", "num_prompt")),
     )
 
 

@@ -73,9 +73,11 @@ class NativeModel:
         self._layers = weights.layers
         self._model = weights
         self._max_model_len = max_model_len
-        self._weights = NativeWeights(native, spec, weights, range(spec.num_layers), max_model_len)
+        self._weights = NativeWeights(native, spec, weights, range(spec.num_layers))
         self._max_samples = rows.num_rows
-        self._frequencies = inverse_frequencies(spec.rope, max_model_len).contiguous() if spec.rope else None
+        self._frequencies = [
+            inverse_frequencies(spec.rope, is_long=each).contiguous() for each in (False, True) if spec.rope
+        ]
         self._best = np.empty(self._max_samples, dtype=np.float32)
         self._best_ids = np.empty(self._max_samples, dtype=np.int64)
         self._logits = torch.empty(0, self._weights.head.out_features)
@@ -138,7 +140,7 @@ class NativeModel:
 
     def keep(self, layers: range) -> None:
         """Run only these layers; the pool is arranged for them with its current number of units."""
-        self._weights = NativeWeights(self.native, self._spec, self._model, layers, self._max_model_len)
+        self._weights = NativeWeights(self.native, self._spec, self._model, layers)
         self._make_room(self._max_tokens)
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray, beyond: "NextStage | None") -> Tensor:
@@ -300,7 +302,8 @@ class NativeModel:
             type=TYPES[self._dtype],
             scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
             rotary_scaling=attention_scaling(spec.rope) if spec.rope else 1.0,
-            inverse_frequencies=None if self._frequencies is None else self._frequencies.data_ptr(),
+            inverse_frequencies=self._frequencies[0].data_ptr() if spec.rope else None,
+            long_frequencies=self._frequencies[1].data_ptr() if spec.rope and spec.short_context else None,
         )
 
 

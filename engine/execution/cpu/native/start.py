@@ -195,7 +195,7 @@ def dense_logits(
 ) -> Tensor:
     """Return logits [length, vocab] float32. `keep` applies a cache's rounding to K and to V [length, kv_heads, d]."""
     length = len(ids)
-    heads, decoder = HeadProjection(spec, weights, length), Decoder(spec, weights)
+    heads, decoder = HeadProjection(spec, weights), Decoder(spec, weights)
     manners = manners_of(spec, weights.layers)
     positions = torch.arange(length)
     rotary, past_by = heads.rotary(positions), positions[:, None] - positions

@@ -249,6 +249,8 @@ def step_over(pool: UnitPool, rows: RowTable, chunks: IntArray, **results: Any) 
         v_table=rows.v_table.ctypes.data,
         num_blocks=rows.num_blocks.ctypes.data,
         pool=pool.slices.data_ptr(),
+        is_long=rows.is_long.ctypes.data,
+        num_prompt=rows.num_prompt.ctypes.data,
         **results,
     )
 

@@ -55,7 +55,7 @@ class NativeWeights:
     addresses of their matrices are valid only inside `LayerSource.use`.
     """
 
-    def __init__(self, native: Native, spec: ModelSpec, weights: ModelWeights, kept: range, max_model_len: int) -> None:
+    def __init__(self, native: Native, spec: ModelSpec, weights: ModelWeights, kept: range) -> None:
         for index in weights.layers.streamed:
             assert isinstance(weights.layers[index].qkv, NativeLinear), "streamed layers must be packed by this library"
         self._native = native
@@ -64,7 +64,7 @@ class NativeWeights:
         self.embedding_scale = embedding_scale(spec, weights.embedding.dtype)
         self.local_rope: LocalRope | None = None
         if spec.local_rope is not None:
-            frequencies = self._constant(inverse_frequencies(spec.local_rope, max_model_len))
+            frequencies = self._constant(inverse_frequencies(spec.local_rope))
             self.local_rope = LocalRope(frequencies, attention_scaling(spec.local_rope))
         self.positions = weights.positions
         self.layers = {index: self._layer(weights.layers[index], spec.gated_mlp) for index in kept}

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define TM_ABI 13
+#define TM_ABI 14
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
@@ -29,6 +29,7 @@ struct tm_shape {
     int32_t level, type;
     float scale, rotary_scaling;
     const float *inverse_frequencies;  // [rotary_dim / 2]
+    const float *long_frequencies;     // [rotary_dim / 2] of rows that are `is_long`; NULL: as all others
 };
 
 // One operation. Rows of activations lie `*_stride` elements apart; an element is float on TM_AVX2 and TM_AVX512 (rounded
@@ -83,13 +84,17 @@ struct tm_int4 {
 
 // One step. `chunks` [num_chunks][4]: row, start, length, whether its last token samples. `tokens` [num_rows][token_stride],
 // `k_table`, `v_table` [num_rows][table_stride]: units of the pool; `num_blocks` [num_rows]. `logits`
-// [samples][logits_stride] float32, NULL: not kept. `best`, `best_id` [samples].
+// [samples][logits_stride] float32, NULL: not kept. `best`, `best_id` [samples]. `is_long` [num_rows], 0 or 1: which
+// frequencies rotate a row's q and k; NULL: none is. `num_prompt` [num_rows]: tokens of a row's prompt, whose attention has
+// the same result in a chunk of any length; NULL: 0.
 struct tm_step {
     int64_t num_chunks, token_stride, table_stride, logits_stride;
     const int64_t *chunks, *tokens, *k_table, *v_table, *num_blocks;
     void *pool;
     float *logits, *best;
     int64_t *best_id;
+    const uint8_t *is_long;
+    const int64_t *num_prompt;
 };
 
 #ifdef __cplusplus

@@ -23,8 +23,10 @@ template <class T, class S> struct Rows {
     static void angles(const View &view, const tm_op &op, Span tokens) {
         const tm_shape &shape = *view.shape;
         const int64_t half = shape.rotary_dim / 2;
-        const float *frequencies = op.in ? (const float *)op.in : shape.inverse_frequencies, scale = op.in ? op.scale : shape.rotary_scaling;
+        const float *one = op.in ? (const float *)op.in : shape.inverse_frequencies, scale = op.in ? op.scale : shape.rotary_scaling;
+        const float *other = op.in || !shape.long_frequencies ? one : shape.long_frequencies;
         for (int64_t t = tokens.first; t < tokens.last; t++) {
+            const float *frequencies = view.is_long[t] ? other : one;
             float *out = (float *)op.out + t * shape.rotary_dim;
             for (int64_t i = 0; i < half; i++) {
                 const float angle = float(view.positions[t]) * frequencies[i];

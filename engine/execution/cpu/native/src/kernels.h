@@ -45,7 +45,7 @@ struct Span { int64_t first, last; };
 struct Chunk {
     int64_t first, start, length;
     const int64_t *k_table, *v_table;
-    bool samples;
+    bool samples, tiled;  // `tiled`: attention works in tiles of queries
 };
 
 // A part of attention: `queries` of a chunk from `query` on. Tiles of queries take one KV head and all keys that they see;
@@ -60,7 +60,9 @@ struct Piece {
 struct View {
     const tm_shape *shape;
     int64_t tokens, samples;
+    bool in_prompt;  // whether tokens of a prompt are among them
     const int64_t *ids, *positions, *k_cells, *v_cells;  // of every token; cells of layer 0
+    const uint8_t *is_long;                              // of every token
     const int64_t *sampled;                              // tokens that sample
     const Chunk *chunks;
     const Piece *pieces, *pieces_end;
@@ -75,10 +77,12 @@ struct View {
     int64_t partial_stride() const { return PARTIAL + round_up(shape->value_dim, 16); }
 };
 
-// Where one chunk of a linear layer puts the largest logits of its outputs; NULL for other layers.
+// Where one chunk of a linear layer puts the largest logits of its outputs; NULL for other layers. `as_many`: few rows are
+// summed in the order of many.
 struct Best {
     float *value;
     int64_t *id;
+    bool as_many;
 };
 
 // What writes and reads the pool, by its type.

@@ -58,7 +58,7 @@ inline void thirty_two_rows(const bf16 *x, int64_t stride, const bf16 *w, int64_
 }
 
 void linear_amx(const tm_op &op, Span rows, Span panels, float *logits, int64_t logits_stride, Best best) {
-    if (rows.last - rows.first == 1) return linear_bf16(op, rows, panels, logits, logits_stride, best);
+    if (rows.last - rows.first == 1 && !best.as_many) return linear_bf16(op, rows, panels, logits, logits_stride, best);
     alignas(64) float c[32 * PANEL];
     const Epilogue<bf16, bf16> epilogue{op, logits, logits_stride, best};
     const int64_t k = round_up(op.k, K_STEP), tiles = divide_up(rows.last - rows.first, 32);

@@ -76,8 +76,7 @@ template <> struct Sums<0> {
 };
 
 // c [R][PANEL] = a [R][lda] * a panel. Few rows have two sums for each output, as one would wait for itself.
-template <int R, Asks A> void tile_of_panel(const bf16 *a, int64_t lda, const bf16 *w, int64_t k, float *c, const char *next) {
-    constexpr bool TWICE = R <= 3;
+template <int R, Asks A, bool TWICE = R <= 3> void tile_of_panel(const bf16 *a, int64_t lda, const bf16 *w, int64_t k, float *c, const char *next) {
     Sums<R> sums;
     Sums<TWICE ? R : 0> more;
     sums.clear();
@@ -103,7 +102,9 @@ template <Asks A> inline Tile tile_for(int64_t rows) {
     };
     return tiles[rows - 1];
 }
-inline Tile tile_for(int64_t rows, int64_t tile, int64_t tiles) {
+inline Tile tile_for(int64_t rows, int64_t tile, int64_t tiles, bool as_many) {
+    static constexpr Tile few[] = {tile_of_panel<1, Asks::NEAR, false>, tile_of_panel<2, Asks::NEAR, false>, tile_of_panel<3, Asks::NEAR, false>};
+    if (as_many && rows <= 3) return few[rows - 1];
     if (tiles == 1) return rows <= 3 ? tile_for<Asks::NEAR>(rows) : tile_for<Asks::FAR>(rows);
     return tile < 2 ? tile_for<Asks::HALF_A_PANEL>(rows) : tile_for<Asks::NOTHING>(rows);
 }
@@ -117,7 +118,7 @@ void linear_bf16(const tm_op &op, Span rows, Span panels, float *logits, int64_t
         for (int64_t i = 0; i < tiles; i++) {  // of nearly equal size
             const int64_t first = rows.first + i * count / tiles, last = rows.first + (i + 1) * count / tiles;
             const bf16 *next = weight + k * PANEL + i * k * PANEL / 2, *a = (const bf16 *)op.in + first * op.in_stride;
-            tile_for(last - first, i, tiles)(a, op.in_stride, weight, k, c, (const char *)next);
+            tile_for(last - first, i, tiles, best.as_many)(a, op.in_stride, weight, k, c, (const char *)next);
             epilogue(first, last - first, panel, c);
         }
     }

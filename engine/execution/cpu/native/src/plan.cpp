@@ -5,6 +5,7 @@ namespace tide {
 Plan::Plan(const tm_shape &shape) : shape_(shape) {
     view.shape = &shape_;
     for (auto *each : {&ids_, &positions_, &k_cells_, &v_cells_, &slot_, &parts_}) each->reserve(size_t(shape.max_tokens));
+    is_long_.reserve(size_t(shape.max_tokens));
     sampled_.reserve(size_t(shape.max_samples));
 }
 
@@ -14,15 +15,15 @@ tm_result Plan::make(const tm_step &step, int threads) {
     pieces.clear();
     num_slots = 0;
     int64_t decodes = 0;
-    for (const Chunk &chunk : chunks_) decodes += chunk.length < MANY ? chunk.length : 0;
+    for (const Chunk &chunk : chunks_) decodes += chunk.tiled ? 0 : chunk.length;
     for (int32_t i = 0; i < int32_t(chunks_.size()); i++)
-        if (chunks_[size_t(i)].length >= MANY) cut_tiles(i);
+        if (chunks_[size_t(i)].tiled) cut_tiles(i);
     for (int32_t i = 0; i < int32_t(chunks_.size()); i++)
-        if (chunks_[size_t(i)].length < MANY) cut_decodes(i, 2 * threads / most(decodes, 1));
+        if (!chunks_[size_t(i)].tiled) cut_decodes(i, 2 * threads / most(decodes, 1));
     find_sampled();
     partial_.resize(size_t(num_slots * shape_.heads * view.partial_stride()));
     view.tokens = int64_t(ids_.size()), view.samples = int64_t(sampled_.size());
-    view.ids = ids_.data(), view.positions = positions_.data();
+    view.ids = ids_.data(), view.positions = positions_.data(), view.is_long = is_long_.data();
     view.k_cells = k_cells_.data(), view.v_cells = v_cells_.data(), view.sampled = sampled_.data();
     view.chunks = chunks_.data(), view.pieces = pieces.data(), view.pieces_end = pieces.data() + pieces.size();
     view.slot = slot_.data(), view.parts = parts_.data(), view.partial = partial_.data();
@@ -55,18 +56,25 @@ tm_result Plan::check(const tm_step &step) const {
 void Plan::place_tokens(const tm_step &step) {
     const int64_t size = shape_.block_size, unit = shape_.layers * size;
     for (auto *each : {&ids_, &positions_, &k_cells_, &v_cells_, &sampled_}) each->clear();
+    is_long_.clear();
     chunks_.clear();
+    view.in_prompt = false;
     for (const int64_t *c = step.chunks, *end = c + 4 * step.num_chunks; c < end; c += 4) {
         const int64_t row = c[0], start = c[1], length = c[2];
         const int64_t *k_table = step.k_table + row * step.table_stride, *v_table = step.v_table + row * step.table_stride;
         const int64_t *ids = step.tokens + row * step.token_stride;
-        chunks_.push_back({int64_t(ids_.size()), start, length, k_table, v_table, c[3] != 0});
+        // With products of bfloat16, many rows round otherwise than few: a prompt's last tokens are computed as many, so
+        // that they are the same behind a cached prefix.
+        const bool in_prompt = shape_.level >= TM_BF16 && step.num_prompt && start + length <= step.num_prompt[row];
+        view.in_prompt |= in_prompt;
+        chunks_.push_back({int64_t(ids_.size()), start, length, k_table, v_table, c[3] != 0, length >= MANY || in_prompt});
         for (int64_t at = start; at < start + length; at++) {
             ids_.push_back(ids[at]);
             positions_.push_back(at);
             k_cells_.push_back(k_table[at / size] * unit + at % size);
             v_cells_.push_back(v_table[at / size] * unit + at % size);
         }
+        is_long_.resize(ids_.size(), step.is_long && step.is_long[row]);
         if (c[3]) sampled_.push_back(int64_t(ids_.size()) - 1);
     }
     slot_.assign(ids_.size(), 0);

@@ -31,6 +31,7 @@ private:
     const tm_shape &shape_;
     std::vector<Chunk> chunks_;
     std::vector<int64_t> ids_, positions_, k_cells_, v_cells_, sampled_, slot_, parts_;
+    std::vector<uint8_t> is_long_;
     std::vector<float> partial_;
 };
 

@@ -61,11 +61,13 @@ Span LinearCut::panels_of(int64_t chunk) const {
 
 Tape::Tape(const tm_shape &shape, const tm_op *ops, int64_t count, const Kernels &kernels)
     : shape_(shape), inverse_frequencies_(shape.inverse_frequencies, shape.inverse_frequencies + shape.rotary_dim / 2),
+      long_frequencies_(shape.long_frequencies, shape.long_frequencies + (shape.long_frequencies ? shape.rotary_dim / 2 : 0)),
       ops_(ops, ops + count), kernels_(kernels), integers_{}, plan_(shape_) {
     for (int32_t int8 : {TM_WORDS, TM_BYTES})
         for (bool four : {false, true}) integers_[int8][four] = integers_of(shape.level, shape.type, int8, four);
     for (int64_t i = 0; i < count; i++) gates_.push_back(i + 1 < count && is_gate(ops[i], ops[i + 1]));
     shape_.inverse_frequencies = inverse_frequencies_.data();
+    if (shape.long_frequencies) shape_.long_frequencies = long_frequencies_.data();
 }
 
 tm_result Tape::begin_step(Team &team, const tm_step &step) {
@@ -157,10 +159,10 @@ void Tape::run(int64_t index, int64_t chunk, int thread) {
 
 void Tape::run_linear(const tm_op &op, int64_t chunk) {
     const LinearCut &cut = cut_[0];
-    Best best{};
+    Best best{nullptr, nullptr, plan_.view.in_prompt};
     if (op.epilogue == TM_LOGITS) {
         const size_t first = size_t(chunk % cut.groups() * cut.rows);
-        best = {&chunk_best_[first], &chunk_best_id_[first]};
+        best = {&chunk_best_[first], &chunk_best_id_[first], best.as_many};
     }
     const auto linear = op.int8 ? integers(op)->linear : kernels_.linear;
     linear(op, cut.rows_of(chunk), cut.panels_of(chunk), plan_.view.logits, plan_.view.logits_stride, best);

@@ -54,7 +54,7 @@ private:
     void take_best();
 
     tm_shape shape_;
-    std::vector<float> inverse_frequencies_;
+    std::vector<float> inverse_frequencies_, long_frequencies_;
     std::vector<tm_op> ops_;
     std::vector<bool> gates_;  // whether an operation is run with the next one, chunk by chunk
     const Kernels &kernels_;
