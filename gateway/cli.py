@@ -86,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_chat(commands)
     add_batch(commands, Parser)
-    _add_top(commands)
     _add_pull(commands)
     _config_flags(_add(commands, "profile", _profile, "measure step times and show the prediction error"), EngineConfig)
     _add_replay(commands)
@@ -147,12 +146,6 @@ def _add_chat(commands: Any) -> None:
     command.add_argument(
         "--temperature", type=float, metavar="T", help="sampling temperature, 0 is greedy (default: the server's)"
     )
-
-
-def _add_top(commands: Any) -> None:
-    text = "watch a running server: SLO, tokens per second, steps, cache, batches"
-    description = "Show a server's figures every second until Ctrl-C, or once if the output is not a terminal."
-    add_server(_add(commands, "top", lambda words: _command("top.follow").run_top(server_of(words)), text, description))
 
 
 def _add_pull(commands: Any) -> None:

@@ -18,7 +18,7 @@ from fixtures import StartServer
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.commands import batch_client
-from gateway.commands.batch_client import BatchClient, BatchProgress, duration_text, progress_text
+from gateway.commands.batch_client import BatchClient, BatchProgress, duration_text, progress_text, shortened
 from gateway.commands.chat import ChatOptions
 from gateway.store.objects import Page
 
@@ -283,3 +283,16 @@ def test_without_a_terminal_there_is_a_line_for_each_percent_or_half_minute() ->
 def test_durations(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
     assert progress_text({"request_counts": None}) == "no lines yet"
+
+
+@pytest.mark.parametrize(
+    ("text", "cells", "expected"),
+    [
+        ("abcdef", 6, "abcdef"),
+        ("abcdefgh", 6, "abcd.."),
+        ("漢字漢字", 6, "漢字.."),
+        ("a\x1b[2J\u202e\nb", 9, "a?[2J??b"),
+    ],
+)
+def test_a_file_name_is_one_line_of_text(text: str, cells: int, expected: str) -> None:
+    assert shortened(text, cells) == expected

@@ -188,8 +188,7 @@ def _why_no_request(line: bytes) -> str:
 
 
 def _list(client: "BatchClient", arguments: argparse.Namespace) -> int:
-    from gateway.commands.batch_client import eta_text, progress_text
-    from gateway.commands.top.figures import shortened
+    from gateway.commands.batch_client import eta_text, progress_text, shortened
 
     batches = list(client.batches(arguments.limit, arguments.tenant))
     ids = {batch["input_file_id"] for batch in batches}

@@ -5,12 +5,15 @@ import shutil
 import sys
 import tempfile
 import time
+import unicodedata
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 from urllib.parse import quote
+
+from rich.cells import cell_len, set_cell_size
 
 from engine.errors import ConfigError
 from gateway.commands.chat import ChatClient, ChatError, RefusedError
@@ -27,6 +30,15 @@ POLL_SECONDS = 1.0
 MAX_SEARCHED = 1000
 """Number of newest batches among which an id is completed."""
 ID_LENGTH = len("batch_") + 32
+
+
+def shortened(text: str, cells: int) -> str:
+    """Return untrusted text as one line of at most `cells` terminal columns.
+
+    Control, escape and direction characters become '?'.
+    """
+    safe = "".join("?" if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c for c in text)
+    return safe if cell_len(safe) <= cells else set_cell_size(safe, cells - 2).rstrip() + ".."
 
 
 class BatchClient(ChatClient):

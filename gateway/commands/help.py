@@ -14,7 +14,7 @@ from gateway.commands.flags import Flag, add_flags, removal
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("serve", ("serve", "pull", "profile", "replay", "fleet", "migrate", "keys")),
-    ("use a server", ("chat", "batch", "top")),
+    ("use a server", ("chat", "batch")),
     ("measure", ("bench", "simulate", "worth")),
     ("more", ("completions", "version")),
 )
@@ -61,7 +61,6 @@ tidemill chat --url http://gpu:8000 --api-key KEY --system "Answer in one line."
 tidemill batch submit lines.jsonl --window 8h --watch
 tidemill batch list
 tidemill batch results BATCH --output answers.jsonl --errors failed.jsonl""",
-    "top": "tidemill top --url http://gpu:8000 --api-key KEY      live until Ctrl-C; one report if not a terminal",
     "profile": "tidemill profile                                      measured and predicted step times",
     "completions": """\
 source <(tidemill completions bash)                   for this shell; add it to ~/.bashrc for all

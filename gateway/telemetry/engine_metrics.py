@@ -217,7 +217,7 @@ def _pipelines(stats: PipelineStats) -> Iterator[Metric]:
 
 
 def shown(engines: Sequence[EngineView]) -> list[dict[str, Any]]:
-    """Return the state of each engine for /ready, the web page and `tidemill top`; empty for a single engine."""
+    """Return the state of each engine for /ready and the web page; empty for a single engine."""
     return [
         {
             "engine": view.engine,

@@ -1,1 +1,0 @@
-"""`tidemill top`: figures of the dashboard in a terminal. `follow` reads them, `history` stores them, `view` draws."""
