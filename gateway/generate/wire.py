@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS, RequestClass
 from engine.errors import InvalidRequestError
+from gateway.generate.history import readable_messages
 from gateway.generate.validation import ClientObject, StrictBody, at_most
 
 MAX_CHOICES = 128
@@ -50,13 +51,6 @@ def _empty_as_text(value: Any) -> Any:
     return "" if value == [] else value
 
 
-def refusal_as_text(value: Any) -> Any:
-    """Convert a refusal part of an earlier answer to a text part."""
-    if isinstance(value, dict) and value.get("type") == "refusal":
-        return {"type": "text", "text": value.get("refusal")}
-    return value
-
-
 class TextPart(ClientObject):
     type: Literal["text"]
     text: str
@@ -75,11 +69,7 @@ class ToolCall(ClientObject):
 
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[
-        list[Annotated[TextPart, BeforeValidator(refusal_as_text)]],
-        Field(max_length=MAX_PARTS, fail_fast=True),
-        Tag("<parts>"),
-    ],
+    | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     Discriminator(content_kind),
     BeforeValidator(_empty_as_text),
 ]
@@ -284,7 +274,11 @@ class ChatCompletionRequest(GenerationBody):
     reasoning_effort: Effort | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=_INT32)
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[
+        list[ChatMessage],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(readable_messages),
+    ]
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from engine.api import MAX_LOGPROBS
+from gateway.generate.history import readable_items
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
 from gateway.generate.validation import UNHONOURED as CHAT_UNHONOURED
 from gateway.generate.validation import ClientObject, Refused, StrictBody, Unhonoured, at_most, validate
@@ -20,7 +21,6 @@ from gateway.generate.wire import (
     ToolName,
     choice_kind,
     content_kind,
-    refusal_as_text,
 )
 
 MAX_ITEMS = MAX_MESSAGES - 1  # the instructions become a message, too
@@ -57,11 +57,7 @@ class Thought(ClientObject):
 
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[
-        list[Annotated[InputPart, BeforeValidator(refusal_as_text)]],
-        Field(max_length=MAX_PARTS, fail_fast=True),
-        Tag("<parts>"),
-    ],
+    | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     Discriminator(content_kind),
 ]
 
@@ -123,6 +119,7 @@ Input = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag("<parts>")],
     Discriminator(content_kind),
+    BeforeValidator(readable_items),
 ]
 
 
@@ -262,12 +259,11 @@ NAMES: Mapping[str, str] = {
 
 def translate(body: ResponsesRequest) -> Translation:
     """Translate a body. Raises InvalidRequestError for an invalid chat request."""
-    names = dict(NAMES)
     fields: dict[str, Any] = {
         "model": body.model,
         "service_tier": body.service_tier,
         "stream": body.stream,
-        "messages": _conversation(body, names).messages(),
+        "messages": _conversation(body).messages(),
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -279,8 +275,8 @@ def translate(body: ResponsesRequest) -> Translation:
         "parallel_tool_calls": body.parallel_tool_calls,
         **_functions(body),
     }
-    with told_in(names):
-        return Translation(validate(ChatCompletionRequest, fields), names)
+    with told_in(NAMES):
+        return Translation(validate(ChatCompletionRequest, fields), NAMES)
 
 
 def functions_of(body: ResponsesRequest) -> list[FunctionTool]:
@@ -288,8 +284,8 @@ def functions_of(body: ResponsesRequest) -> list[FunctionTool]:
     return [tool for tool in body.tools or () if isinstance(tool, FunctionTool)]
 
 
-def _conversation(body: ResponsesRequest, names: dict[str, str]) -> Conversation:
-    conversation = Conversation(names)
+def _conversation(body: ResponsesRequest) -> Conversation:
+    conversation = Conversation()
     if body.instructions:
         conversation.instruct(body.instructions)
     if isinstance(body.input, str):
@@ -300,7 +296,7 @@ def _conversation(body: ResponsesRequest, names: dict[str, str]) -> Conversation
 
 
 def _add(conversation: Conversation, items: Sequence[Item]) -> None:
-    for number, item in enumerate(items):
+    for item in items:
         match item:
             case InputMessage(role="user"):
                 conversation.ask(text_of(item.content))
@@ -311,7 +307,7 @@ def _add(conversation: Conversation, items: Sequence[Item]) -> None:
             case ReasoningItem():
                 conversation.think("\n".join([thought.text for thought in item.content or ()]))
             case CallItem():
-                conversation.call(item.call_id, item.name, item.arguments, f"input[{number}].arguments")
+                conversation.call(item.call_id, item.name, item.arguments)
             case CallOutput():
                 conversation.answer(item.call_id, text_of(item.output))
 
