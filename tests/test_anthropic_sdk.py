@@ -147,7 +147,7 @@ async def ended(client: anthropic.AsyncAnthropic, batch_id: str) -> Any:
         check_types(batch)
         await asyncio.sleep(0.01)
     check_types(batch)
-    assert batch.ended_at is not None and batch.results_url is not None
+    assert batch.ended_at is not None and batch.results_url == f"/v1/messages/batches/{batch_id}/results"
     return batch
 
 

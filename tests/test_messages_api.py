@@ -241,6 +241,9 @@ async def test_keys_come_in_either_header(start_server: StartServer) -> None:
         ({"x-api-key": "secret"}, 200),
         ({"authorization": "Bearer secret"}, 200),
         ({"authorization": "Bearer secret", "x-api-key": "other"}, 200),
+        ({"authorization": "Bearer other", "x-api-key": "secret"}, 200),
+        ({"authorization": "Basic dTpw", "x-api-key": "secret"}, 200),
+        ({"authorization": "Basic dTpw", "x-api-key": "other"}, 401),
         ({"x-api-key": "other"}, 401),
         ({}, 401),
     ):

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS, RequestClass
 from engine.errors import InvalidRequestError
 from gateway.generate.history import readable_messages
+from gateway.generate.reasoning import ReasoningFields
 from gateway.generate.validation import ClientObject, StrictBody, at_most
 
 MAX_CHOICES = 128
@@ -32,7 +33,6 @@ MAX_PARTS = 4096
 MAX_TOOL_CALLS = 128
 MAX_TOOLS = 1024
 MAX_STOP_IDS = 64
-MAX_TEMPLATE_OPTIONS = 64
 MAX_ANSWERS = 20_000
 _INT32 = 2**31 - 1
 _INT64 = 2**63
@@ -116,6 +116,14 @@ class JsonSchema(StrictBody):
     strict: bool | None = None
 
 
+def _named_schema(value: Any) -> Any:
+    """Convert a schema beside the type, as other servers take it, to OpenAI's form."""
+    if isinstance(value, dict) and isinstance(value.get("schema"), dict) and value.get("json_schema") is None:
+        rest = {name: each for name, each in value.items() if name not in ("type", "json_schema")}
+        return {"type": "json_schema", "json_schema": {"name": "answer", **rest}}
+    return value
+
+
 class ResponseFormat(StrictBody):
     """Format of the answer. `json_schema` is required for the type of that name."""
 
@@ -193,7 +201,7 @@ class GenerationBody(RequestBody):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[ResponseFormat, BeforeValidator(_named_schema)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -254,25 +262,18 @@ ToolChoice = Annotated[
 ]
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-TemplateOptions = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_OPTIONS), at_most(MAX_TEMPLATE_OPTIONS)]
-
-
-class ChatCompletionRequest(GenerationBody):
+class ChatCompletionRequest(GenerationBody, ReasoningFields):
     """POST /v1/chat/completions. `chat_template_kwargs`: variables for the chat template; `continue_final_message`:
     the answer continues the last message, which is an assistant's."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
     add_special_tokens: Literal[False] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: Effort | None = None
-    thinking_token_budget: int | None = Field(None, ge=0, le=_INT32)
 
     messages: Annotated[
         list[ChatMessage],

@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from engine.errors import InvalidRequestError
 from gateway.generate.history import arguments_text, readable_turns
-from gateway.generate.prompt_options import SWITCHES
+from gateway.generate.reasoning import SWITCHES
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
-from gateway.generate.validation import ClientObject, Refused, Unhonoured, validate
+from gateway.generate.validation import EXTRA_BODY, ClientObject, Refused, Unhonoured, validate
 from gateway.generate.wire import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -26,15 +26,21 @@ from gateway.generate.wire import (
 
 _INT32 = 2**31 - 1
 
+_SWITCHES = ("chat_template_kwargs", "enable_thinking", "reasoning", "think")
 UNHONOURED = Unhonoured(
     {
         "anthropic_beta", "anthropic_version", "betas", "cache_control", "context_management", "diagnostics",
         "inference_geo", "metadata", "speed", "user_profile_id",
     },
     {
+        **dict.fromkeys(_SWITCHES, Refused("Use 'thinking' with 'type' 'enabled' or 'disabled'.")),
         "container": Refused("The server runs no code; offer a tool and run its calls in the client."),
+        "extra_body": EXTRA_BODY,
         "fallbacks": Refused("The server has one model; choose another one in the client.", ([],)),
         "mcp_servers": Refused("The server calls no tools; call the MCP servers in the client.", ([],)),
+        "reasoning_effort": Refused("Use 'output_config' with 'effort'."),
+        "response_format": Refused("Use 'output_config' with 'format'."),
+        "stop": Refused("Use 'stop_sequences'.", ([],)),
         "thread": Refused("The server stores no threads; send the whole conversation."),
     },
 )  # fmt: skip
@@ -175,7 +181,8 @@ def _as_tier(value: Any) -> Any:
 
 
 class PromptBody(RequestBody):
-    """Fields that determine the prompt, which are all fields of POST /v1/messages/count_tokens."""
+    """Fields that determine the prompt, which are all fields of POST /v1/messages/count_tokens. `output_format` is an
+    older name of `output_config.format`."""
 
     messages: Annotated[
         list[MessageParam],
@@ -187,6 +194,7 @@ class PromptBody(RequestBody):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
 
 class CountRequest(PromptBody):
@@ -231,8 +239,8 @@ def translate(body: PromptBody, template: str, reasons: bool = False) -> Transla
         **_functions(body),
         **_thinking(body, template, reasons),
     }
-    if body.output_config and body.output_config.format:
-        form = {"name": "answer", "schema": body.output_config.format.schema_}
+    if form_ := (body.output_config and body.output_config.format) or body.output_format:
+        form = {"name": "answer", "schema": form_.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": form}
     if isinstance(body, MessagesRequest):
         fields |= {

@@ -8,15 +8,15 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from engine.api import MAX_LOGPROBS
 from gateway.generate.history import readable_items
+from gateway.generate.reasoning import Effort
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
+from gateway.generate.validation import EXTRA_BODY, ClientObject, Refused, StrictBody, Unhonoured, at_most, validate
 from gateway.generate.validation import UNHONOURED as CHAT_UNHONOURED
-from gateway.generate.validation import ClientObject, Refused, StrictBody, Unhonoured, at_most, validate
 from gateway.generate.wire import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
     ChatCompletionRequest,
-    Effort,
     RequestBody,
     ToolName,
     choice_kind,
@@ -27,17 +27,22 @@ MAX_ITEMS = MAX_MESSAGES - 1  # the instructions become a message, too
 MAX_METADATA = 16
 _INT32 = 2**31 - 1
 
+_SWITCHES = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "think", "thinking")
 _STATELESS = "Responses are not stored; send the whole conversation as 'input'."
 _NO_REFERENCES = "Responses are not stored; set 'store' to false, so that the client sends whole items."
 UNHONOURED = Unhonoured(
     frozenset(CHAT_UNHONOURED.inert) - {"metadata", "prompt_cache_key", "safety_identifier"} | {"client_metadata"},
     {
+        **dict.fromkeys(_SWITCHES, Refused("Use 'reasoning' with 'effort', which may be 'none'.")),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), Refused("Use 'max_output_tokens'.")),
         "background": Refused("Use POST /v1/batches for answers without a connection.", (False,)),
         "context_management": Refused("The server shortens no conversation; shorten 'input' in the client.", ([],)),
         "conversation": Refused(_STATELESS),
+        "extra_body": EXTRA_BODY,
         "moderation": CHAT_UNHONOURED.unsupported["moderation"],
         "previous_response_id": Refused(_STATELESS),
         "prompt": Refused("The server stores no prompts; write the prompt into 'instructions'."),
+        "response_format": Refused("Use 'text' with 'format'."),
         "truncation": Refused("Shorten 'input' in the client.", ("disabled", "auto")),
     },
 )
@@ -92,20 +97,18 @@ class ReasoningItem(ClientObject):
     content: Annotated[list[Thought], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
-_ITEMS = {
-    "message": "<message>", "function_call": "<call>", "function_call_output": "<output>", "reasoning": "<reasoning>",
-}  # fmt: skip
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _item_kind(value: Any) -> str | None:
     kind = value.get("type", "message") if isinstance(value, dict) else "message"
-    return _ITEMS.get(kind) if isinstance(kind, str) else None
+    return f"<{kind}>" if kind in _ITEMS else None
 
 
 Item = Annotated[
     Annotated[InputMessage, Tag("<message>")]
-    | Annotated[CallItem, Tag("<call>")]
-    | Annotated[CallOutput, Tag("<output>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[CallOutput, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
     Discriminator(
         _item_kind,
@@ -336,7 +339,12 @@ def _named(name: str) -> dict[str, Any]:
 
 
 def _form(form: TextFormat | None) -> dict[str, Any] | None:
-    if form is None or form.type != "json_schema":
-        return None if form is None else {"type": form.type}
-    given = {"name": form.name, "schema": form.schema_, "description": form.description, "strict": form.strict}
-    return {"type": form.type, "json_schema": {name: value for name, value in given.items() if value is not None}}
+    if form is None:
+        return None
+    name = form.name
+    if form.type != "json_schema":
+        if form.schema_ is None:
+            return {"type": form.type}
+        name = name or "answer"  # a schema is never ignored
+    given = {"name": name, "schema": form.schema_, "description": form.description, "strict": form.strict}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if value is not None}}
