@@ -210,7 +210,7 @@ def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
     except TooMuchJson as error:
         raise InvalidRequestError(f"The request body has {error}.", code="too_many_values") from None
     except RoundedNumber as error:
-        param = _param_name(error.place)
+        param = param_name(error.place)
         message = f"'{param}' cannot be enforced: {error}."
         raise InvalidRequestError(message, param=param, code="invalid_value") from None
     except orjson.JSONDecodeError as error:
@@ -231,9 +231,9 @@ def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
 
 
 def _refusal(detail: ErrorDetails) -> InvalidRequestError:
-    kind, param = detail["type"], _param_name(detail["loc"])
+    kind, param = detail["type"], param_name(detail["loc"])
     if kind == "unknown_name":
-        kind, param = "extra_forbidden", _param_name((*detail["loc"], detail["ctx"]["name"]))
+        kind, param = "extra_forbidden", param_name((*detail["loc"], detail["ctx"]["name"]))
     if kind == "extra_forbidden":
         advice = " Use 'structured_outputs'." if param.startswith("guided_") else ""
         return InvalidRequestError(f"Unknown parameter: '{param}'.{advice}", param=param, code="unknown_parameter")
@@ -245,7 +245,7 @@ def _refusal(detail: ErrorDetails) -> InvalidRequestError:
     return InvalidRequestError(message, param=param, code="invalid_type" if is_type else "invalid_value")
 
 
-def _param_name(loc: Sequence[int | str]) -> str:
+def param_name(loc: Sequence[int | str]) -> str:
     """Return a parameter name such as `messages[0].content`, without union tags; long client names are truncated."""
     name = ""
     for part in loc:
