@@ -30,7 +30,9 @@ from gateway.http.connection_limit import connections_within, raise_descriptor_l
 
 log = logging.getLogger("tidemill.gateway")
 
-KEEP_ALIVE_SECONDS = 30
+KEEP_ALIVE_SECONDS = 180
+"""Idle time before a connection is closed: longer than proxies keep theirs (nginx, ALB 60 s; Azure 120 s), so that no
+proxy sends a request into a closing connection."""
 CLOSE_SECONDS = 2  # time for connections to send their last bytes after the engine has stopped
 LAST_SECONDS = 5.0  # forced exit this long after the drain
 TIDY_SECONDS = 1.0

@@ -102,7 +102,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("parallel_tool_calls", "yes"),
     ("chat_template_kwargs", {"chat_template": "x"}),
     ("response_format", {"type": "xml"}),
-    ("response_format", {"type": "json_object", "schema": {}}),
+    ("response_format", {"type": "json_object", "schema": 5}),
     ("structured_outputs", {"regex": 5}),
     ("guided_choice", []),
     ("reasoning_effort", "extreme"),

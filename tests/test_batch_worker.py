@@ -50,12 +50,14 @@ from recording_disk import IO_ERROR, NO_SPACE, READINGS, FaultyDisk, Log, Record
 
 from engine.api import RequestClass
 from engine.text.tokenizer import Tokenizer
+from gateway.batch.envelope import read_lines
 from gateway.batch.feed import FeedOrder, Job, Window
-from gateway.batch.input import LinePlaces, check_input, prefix_key, read_lines
+from gateway.batch.input import LinePlaces, check_input, prefix_key
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.worker import BatchWorker
 from gateway.generate.threads import at_half_speed
+from gateway.models import ModelNames
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, BatchStatus, LineRef, new_batch_id
@@ -537,7 +539,7 @@ def test_the_window_counts_lines_and_bytes() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64, 10**6])
 def test_lines_are_found_whatever_the_pieces(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.batch.input.READ_BYTES", chunk)
+    monkeypatch.setattr("gateway.batch.envelope.READ_BYTES", chunk)
     content = b'first\r\n\n  \nse"co\rnd\n' + b"x" * 50 + b"\nlast"
     found = [(r.number, r.content) for r in read_lines(io.BytesIO(content), 20)]
     assert found == [(1, b"first"), (4, b'se"co\rnd'), (5, None), (6, b"last")]
@@ -552,6 +554,17 @@ def test_one_long_line_costs_no_memory() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert [(e.code, e.line) for e in report.errors] == [("invalid_request", 1)] and peak < 8_000_000
+
+
+def test_names_of_one_model_are_one_model() -> None:
+    names = ModelNames(("m", "alias"), ("sql",))
+    for models, code in (
+        (("m", "m:flex", "alias", ""), None), (("sql", "m:sql", "sql:flex"), None), (("m", "sql"), "model_mismatch"),
+        (("m", "x"), None), (("x", "y"), "model_not_found"),
+    ):  # fmt: skip
+        content = io.BytesIO(jsonl(line(i, model=model) for i, model in enumerate(models)))
+        errors = check_input(content, "/v1/completions", 100, 1000, names).errors
+        assert (errors[0].code if errors else None) == code, models
 
 
 def test_prefix_keys_group_equal_beginnings() -> None:

@@ -22,6 +22,7 @@ from batch_tools import (
     leftovers,
     line,
     results_of,
+    rows_of,
     submit,
     until,
     until_counted,
@@ -263,16 +264,16 @@ async def test_an_idempotency_key_makes_one_batch(ready: Ready) -> None:
         (jsonl([line(1)])[:-30], "invalid_json_line", 1),
         (jsonl([line(1), line(2), line(1)]), "duplicate_custom_id", 3),
         (jsonl([line(1, "/v1/chat/completions")]), "url_mismatch", 1),
-        (jsonl([line(1), line(2, model="alias")]), "model_mismatch", 2),
         (jsonl([{**line(1), "custom_id": 1}]), "invalid_request", 1),
         (jsonl([{**line(1), "custom_id": ""}]), "invalid_request", 1),
         (jsonl([{**line(1), "custom_id": "x" * 513}]), "invalid_request", 1),
         (jsonl([{**line(1), "method": "GET"}]), "invalid_request", 1),
-        (jsonl([{**line(1), "body": "text"}]), "invalid_request", 1),
-        (jsonl([{**line(1), "extra": 1}]), "invalid_request", 1),
-        (jsonl([line(1, stream=True)]), "invalid_request", 1),
+        (jsonl([{**line(1), "body": None}]), "invalid_request", 1),
+        (b"\x1f\x8b" + jsonl([line(1)]), "invalid_json_line", 1),
+        (json.dumps([line(i) for i in range(9)], indent=2).encode(), "invalid_json_line", 1),
         (jsonl([line(i) for i in range(21)]), "too_many_tasks", 21),
-        (jsonl([line(1), line(2, user="x" * 3000)]), "invalid_request", 2),
+        (jsonl([line(1), {"note": 1, **line(2, user="x" * 9000)}]), "invalid_request", 2),
+        (b'{"custom_id": "a", "body": {"user": "\\ud800"}, "method": "POST\\ud800"}\n', "invalid_json_line", 1),
     ],
 )
 async def test_bad_input_fails_the_batch_and_names_the_line(
@@ -291,13 +292,58 @@ async def test_bad_input_fails_the_batch_and_names_the_line(
         assert cancelled.status == "failed" and cancelled.cancelling_at is None
 
 
+BAD_BODIES: list[tuple[Any, int, str]] = [
+    ({"user": "x" * 3000}, 413, "larger than 2048 bytes"),
+    ({"user": "x" * 30_000}, 413, "larger than 2048 bytes"),
+    ({"user": "cut \ud83d"}, 400, "not valid JSON"),
+    ({"user": "\udc00 \\ud83d \U0001f600"}, 400, "not valid JSON"),
+    ({"stream": True}, 400, "'stream' must be left out"),
+    ({"model": "gpt-4o-mini"}, 404, "does not exist"),
+    ({"nonsense": 1}, 400, "Unknown parameter: 'nonsense'"),
+    ({"response_format": {"schema": {"enum": ["#0.12345678901234567890123#"]}}}, 400, "cannot be enforced"),
+    ("text", 400, "must be a JSON object"),
+    ([1], 400, "must be a JSON object"),
+]
+
+
+@pytest.mark.parametrize("order", [("custom_id", "method", "url", "body"), ("body", "custom_id", "method", "url")])
+async def test_a_bad_body_is_a_row_of_the_error_file(tokenizer: Tokenizer, tmp_path: Path, order: Any) -> None:
+    """Also a body that is too long or too deep to be parsed, in front of its envelope or behind it."""
+    lines = [line(i) | {"body": {**line(i)["body"], **bad} if isinstance(bad, dict) else bad}
+             for i, (bad, *_) in enumerate(BAD_BODIES)]  # fmt: skip
+    lines += [{**line(20), "extra": 1}, line(21), line(22, model=f"{MODEL}:flex"), line(23, model="alias")]
+    texts = [json.dumps({name: {**each}.pop(name) for name in (*order, *each.keys() - {*order})}) for each in lines]
+    texts = [text.replace('"#', "").replace('#"', "") for text in texts]
+    deep, many = "[" * 1200 + "]" * 1200, "[" + "[]," * 40_000 + "[]]"
+    for number, text in ((24, deep), (25, many)):
+        fields = {**line(number), "body": "@"}
+        texts.append(json.dumps({name: fields[name] for name in order}).replace('"@"', f'{{"user": {text}}}'))
+    limits = BatchLimits(line_bytes=2048, retry_seconds=0.01)
+    async with batch_server(tokenizer, tmp_path / "a", limits=limits) as (_, client):
+        batch = await until(client, (await submit(client, "\n".join(texts[:-2]).encode())).id)
+        rows = await rows_of(client, batch.error_file_id)
+        assert batch.status == "completed" and batch.request_counts.completed == 3
+        found = {row["custom_id"]: row["response"] for row in rows}
+        for number, (bad, status, words) in enumerate(BAD_BODIES):
+            response = found.pop(f"id-{number}")
+            assert response["status_code"] == status and words in response["body"]["error"]["message"], (bad, response)
+        assert "beside 'body': 'extra'" in found.pop("id-20")["body"]["error"]["message"] and not found
+    async with batch_server(tokenizer, tmp_path / "b") as (_, client):
+        batch = await until(client, (await submit(client, "\n".join([texts[-5], *texts[-2:]]).encode())).id)
+        rows = await rows_of(client, batch.error_file_id)
+        assert batch.request_counts.completed == 1
+        assert {row["custom_id"]: row["response"]["body"]["error"]["code"] for row in rows} == {
+            "id-24": "invalid_json", "id-25": "too_many_values",
+        }  # fmt: skip
+
+
 async def test_unknown_models_are_refused_once_each_and_the_known_ones_named(ready: Ready) -> None:
     _, client = ready
-    models = ["gpt-4o-mini", "gpt-4o-mini", MODEL, "alias:nonsense", 7]
+    models = ["gpt-4o-mini", "gpt-4o-mini", "alias:nonsense"]
     batch = await until(client, (await submit(client, jsonl([line(i, model=m) for i, m in enumerate(models)]))).id)
     assert batch.status == "failed"
     assert [(e.code, e.line, e.param) for e in batch.errors.data] == [
-        ("model_not_found", 1, "body.model"), ("model_not_found", 4, "body.model"),
+        ("model_not_found", 1, "body.model"), ("model_not_found", 3, "body.model"),
     ]  # fmt: skip
     message = batch.errors.data[0].message
     assert "no model 'gpt-4o-mini'" in message and f"It has: {MODEL}, alias." in message

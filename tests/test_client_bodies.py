@@ -1,6 +1,7 @@
 """Bodies as clients send them: decorated or empty objects in messages and tools must give the prompt of plain ones, and
 fields of vLLM and SGLang have the same effect as in those servers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,61 @@ async def test_defaults_of_other_servers_change_nothing(start_server: StartServe
         assert plain.json()["choices"] == full.json()["choices"]
         one, other = served.engine.requests[-2:]
         assert (one.prompt_token_ids, one.sampling) == (other.prompt_token_ids, other.sampling)
+
+
+SWITCHES: list[tuple[dict[str, Any], str | None]] = [
+    ({"enable_thinking": False}, "False"), ({"enable_thinking": True}, "True"), ({"think": False}, "False"),
+    ({"thinking": {"type": "disabled"}}, "False"), ({"thinking": {"type": "enabled", "budget_tokens": 64}}, "True"),
+    ({"thinking": {"type": "auto"}}, ""), ({"thinking": True}, "True"), ({"reasoning": {"enabled": False}}, "False"),
+    ({"reasoning": {"effort": "none"}}, "False"), ({"think": "none"}, "False"), ({"reasoning": {"effort": "low"}}, ""),
+    ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "False"),
+    ({"enable_thinking": True, "reasoning_effort": "none"}, "False"),
+]  # fmt: skip
+
+
+async def test_thinking_switches_of_other_servers(tmp_path: Path) -> None:
+    """A switch reaches the template; a budget counts only for models with reasoning."""
+    thinks = TEMPLATE + "{% if false %}</think>{% endif %}"
+    async with scripted(tmp_path / "a", "ok", thinks + "|{{ enable_thinking }}|") as served:
+        for fields, value in SWITCHES:
+            assert (await prompt(served, [HI], **fields)).endswith(f"|{value}|"), fields
+        await prompt(served, [HI], thinking={"type": "enabled", "budget_tokens": 64})
+        budget = served.engine.requests[-1].sampling.thinking
+        assert budget is not None and budget.tokens == 64
+        for path, name in (("/v1/messages", "thinking"), ("/v1/responses", "reasoning")):
+            body = {"input": "x"} if name == "reasoning" else {"messages": [HI], "max_tokens": 9}
+            error = (await post(served, path, **body, enable_thinking=False)).json()["error"]
+            assert f"Use '{name}'" in error["message"]
+    async with scripted(tmp_path / "b", "ok") as served:
+        for fields, _ in SWITCHES:
+            await prompt(served, [HI], **fields)
+
+
+async def test_forms_in_the_places_of_other_servers(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": [HI], "response_format": {"type": "json_object", "schema": schema}}),
+        ("/v1/chat/completions", {"messages": [HI], "response_format": {"type": "json_schema", "schema": schema}}),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object", "schema": schema}}}),
+        (
+            "/v1/messages",
+            {"messages": [HI], "max_tokens": 9, "output_format": {"type": "json_schema", "schema": schema}},
+        ),
+    ]
+    async with scripted(tmp_path, "ok") as served:
+        for path, body in asked:
+            answer = await post(served, path, **body)
+            assert answer.status_code == 200, answer.text
+            grammar = served.engine.requests[-1].sampling.grammar
+            assert grammar is not None and json.loads(grammar.text)["properties"] == schema["properties"]
+
+
+async def test_no_tools_beside_a_choice(tmp_path: Path) -> None:
+    async with scripted(tmp_path, "ok") as served:
+        for choice, status in (("auto", 200), ("none", 200), (None, 200), ("required", 400)):
+            assert (await post(served, messages=[HI], tools=[], tool_choice=choice)).status_code == status
+            answer = await post(served, "/v1/responses", input="x", tools=[], tool_choice=choice)
+            assert answer.status_code == status
 
 
 CHAT_ONLY = ("add_", "continue_", "chat_")

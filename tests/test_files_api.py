@@ -186,6 +186,8 @@ BAD_BODIES = {
     "no boundary at all": (b"{}", "invalid_multipart"),
     "no disposition": (f"--{BOUNDARY}\r\n\r\nx\r\n".encode() + END, "invalid_multipart"),
     "no name": (f"--{BOUNDARY}\r\nContent-Disposition: form-data\r\n\r\nx\r\n".encode() + END, "invalid_multipart"),
+    "a long text before": (b"x" * 9000, "invalid_multipart"),
+    "many headers": (PURPOSE + FILE.replace(b"\r\n", b"\r\n" + b"x-a: b\r\n" * 40, 1) + END, "invalid_multipart"),
     "long header": (PURPOSE + part("x" * 9000, b"") + END, "invalid_multipart"),
     "two files": (PURPOSE + FILE + FILE + END, "invalid_value"),
     "two purposes": (PURPOSE + PURPOSE + FILE + END, "invalid_value"),
@@ -221,9 +223,17 @@ async def test_a_wrong_content_type(ready: Ready, kind: str, status: int) -> Non
 
 
 async def test_a_good_body_by_hand(ready: Ready) -> None:
-    for body in (GOOD, FILE + PURPOSE + END, GOOD + b"epilogue", PURPOSE + part("file", b"", "empty") + END):
+    many = FILE.replace(b"\r\n", b"\r\n" + b"x-a: b\r\n" * 10, 1)
+    for body in (
+        GOOD, FILE + PURPOSE + END, GOOD + b"epilogue", PURPOSE + part("file", b"", "empty") + END,
+        b"A message of parts.\r\n" + GOOD, b"\r\n" + GOOD, PURPOSE + many + END,
+    ):  # fmt: skip
         answer = await post(ready[0], body)
         assert answer.status_code == 200, answer.text
+    async with httpx.AsyncClient(timeout=60) as client:
+        packed = {"content-type": f"multipart/form-data; boundary={BOUNDARY}", "content-encoding": "gzip"}
+        answer = await client.post(f"{ready[0].url}/v1/files", content=GOOD, headers=packed)
+        assert answer.status_code == 415 and "Content-Encoding" in answer.text
 
 
 async def in_pieces(body: bytes) -> AsyncIterator[bytes]:

@@ -83,11 +83,11 @@ REFUSED: list[tuple[str, set[Shape]]] = [
     (LEADS, LATE),
     (ALTERNATES, LATE | {Shape.USERS, Shape.ANSWERS, Shape.TEXT_AFTER_RESULT}),
     (ONE_CALL, {Shape.CALLS}),
-    (IGNORES_CALLS, set()),
-    (DROPS_SYSTEM, LATE | {Shape.SYSTEM}),
+    (IGNORES_CALLS, {Shape.CALL}),
+    (DROPS_SYSTEM, LATE | {Shape.SYSTEM, Shape.CALL}),
     (TEXT_CALLS, set()),
     (BARE_CALLS, {Shape.TEXT_WITH_CALL}),
-    (OF_PARTS, set()),
+    (OF_PARTS, {Shape.CALL}),
 ]
 
 
@@ -116,6 +116,9 @@ CASES: list[tuple[str, set[Shape], list[Any], list[Any]]] = [
      [user("q"), {**calling("f", "g"), "content": "look"}, result("g", "2"), result("f", "1"), result("h", "3")],
      [user("q"), {**calling("f"), "content": "look"}, result("f", "1"), calling("g"), result("g", "2"),
       result("h", "3")]),
+    ("calls for a template without tools", {Shape.CALL, Shape.USERS, Shape.ANSWERS},
+     [user("q"), {**calling("f"), "content": "x"}, result("f", "1"), user("go on"), said("y")],
+     [user("q"), said("x\n[call of f: {}]"), user("[result of a tool]\n1\n\ngo on"), said("y")]),
     ("a text before calls", {Shape.TEXT_WITH_CALL},
      [user("q"), {**calling("f"), "content": "x", "reasoning_content": "t"}, result("f", "1")],
      [user("q"), said("x", reasoning_content="t"), calling("f"), result("f", "1")]),

@@ -1,5 +1,6 @@
 """`tidemill.LLM`: a model in this process, without a server."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,4 +39,32 @@ def test_generate_chat_and_map() -> None:
             llm.map([{"x": "Italy", "city": "mine"}], "{x}", schema=SCHEMA)
         with pytest.raises(AnswerError, match="temperature"):
             llm.chat([question], temperature=-1)
+        mixed = llm.chat([question, "word " * 20_000, "cut \ud83d", question], temperature=0, max_tokens=30)
+        assert mixed[0] == mixed[3] == answers[0], "an error costs no other answer"
+        assert isinstance(mixed[1], AnswerError) and "context_length_exceeded" in str(mixed[1])
+        assert isinstance(mixed[2], AnswerError) and "JSON" in str(mixed[2])
+        for name, value in (("n", 2), ("stream", True), ("best_of", 3)):
+            with pytest.raises(ConfigError, match=f"{name}=.*one whole answer"):
+                llm.chat([question], **{name: value})
+        assert told_by_child(llm) == "this LLM belongs to the process that made it; make an LLM in each process"
+        assert llm.generate(["The capital of"], max_tokens=1)
     llm.close()
+    with pytest.raises(ConfigError, match="closed"):
+        llm.chat([question])
+
+
+def told_by_child(llm: LLM) -> str:
+    """Use the LLM in a forked process and return the error."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.chat(["hi"])
+        except ConfigError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader, "rb") as pipe:
+        return pipe.read().decode()

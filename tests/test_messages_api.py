@@ -241,6 +241,9 @@ async def test_keys_come_in_either_header(start_server: StartServer) -> None:
         ({"x-api-key": "secret"}, 200),
         ({"authorization": "Bearer secret"}, 200),
         ({"authorization": "Bearer secret", "x-api-key": "other"}, 200),
+        ({"authorization": "Bearer other", "x-api-key": "secret"}, 200),
+        ({"authorization": "Basic dTpw", "x-api-key": "secret"}, 200),
+        ({"authorization": "Basic dTpw", "x-api-key": "other"}, 401),
         ({"x-api-key": "other"}, 401),
         ({}, 401),
     ):
@@ -283,9 +286,6 @@ async def test_a_client_that_leaves_ends_its_answer(start_server: StartServer, p
     assert not served.engine.num_open
 
 
-DEEP: dict[str, Any] = {}
-for _ in range(300):
-    DEEP = {"a": DEEP}
 USER = {"role": "user", "content": "x"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
@@ -293,8 +293,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "assistant", "content": ""}]}, "last message"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": DEEP}]},
-                   USER]}, "messages[0].content[0].input"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"stop_sequences": ["a"] * 33}, "stop_sequences"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),

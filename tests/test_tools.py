@@ -791,10 +791,6 @@ async def test_past_calls_reach_the_template_as_objects(tmp_path: Path) -> None:
         await client.chat.completions.create(**ask(messages=messages))
         text = served.app.state.context.tokenizer.decode(served.engine.requests[0].prompt_token_ids)
         assert '"arguments": {"city": "Rome"}' in text and "Sun" in text
-        call["function"]["arguments"] = "no object"  # type: ignore[index]
-        with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(**ask(messages=messages))
-        assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -815,7 +811,7 @@ async def test_past_calls_keep_their_numbers(tmp_path: Path, number: str) -> Non
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [], "tool_choice": "auto"}, "tool_choice", "only allowed with"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", "only allowed with"),
     (
         {"tool_choice": {"type": "function", "function": {"name": "other"}}},
         "tool_choice.function.name",

@@ -2,13 +2,15 @@
 
 import asyncio
 import dataclasses
+import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
@@ -18,12 +20,13 @@ from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig
 from tidemill.cells import Row
-from tidemill.recipe import CHAT, ERROR, FAILED, STATUS, Recipe
+from tidemill.recipe import CHAT, Recipe, failure
 
 MODEL = "model"
 MAX_REQUESTS = 512
 """Maximum number of requests that wait in the engine; the others wait here."""
 Message = Mapping[str, Any]
+_JSON = {"content-type": "application/json"}
 
 
 class AnswerError(TidemillError):
@@ -35,7 +38,8 @@ class LLM:
 
     model: folder or Hugging Face id; empty: the packaged demo model. settings: as of `tidemill serve`, e.g.
     `max_model_len=4096`. The engine runs in a process of its own and starts at once. Requests run in the offline queue
-    of the same scheduler as the server's. Close it, or use it as a context manager. Raises ConfigError.
+    of the same scheduler as the server's. Close it, or use it as a context manager. A forked process needs an LLM of
+    its own. Raises ConfigError.
     """
 
     def __init__(self, model: str = "", **settings: Any) -> None:
@@ -44,6 +48,7 @@ class LLM:
             raise ConfigError(f"{unknown[0]} is not a setting of the engine; docs/reference/config.md lists them")
         self._loop = asyncio.new_event_loop()
         self._stack = AsyncExitStack()
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tidemill-llm", daemon=True)
         self._thread.start()
         try:
@@ -60,25 +65,26 @@ class LLM:
 
     def close(self) -> None:
         """End the engine. Further calls do nothing."""
-        if self._thread.is_alive():
+        if self._process == os.getpid() and self._thread.is_alive():
             self._call(self._stack.aclose())
             self._end_loop()
 
-    def generate(self, prompts: Sequence[str], **body: Any) -> list[str]:
-        """Return the continuation of each prompt. `body`: fields of /v1/completions, e.g. `max_tokens=100`.
+    def generate(self, prompts: Sequence[str], **body: Any) -> list[str | AnswerError]:
+        """Return the continuation of each prompt, or an AnswerError in its place.
 
-        Raises AnswerError for the first prompt that has no answer.
+        `body`: fields of /v1/completions, e.g. `max_tokens=100`. Raises AnswerError if no prompt has an answer.
         """
         bodies = [{"prompt": prompt, **body} for prompt in prompts]
-        return [str(_body_of(line)["choices"][0]["text"]) for line in self._ask("/v1/completions", bodies)]
+        return _answers(self._ask("/v1/completions", bodies), lambda choice: choice["text"])
 
-    def chat(self, conversations: Sequence[str | Sequence[Message]], **body: Any) -> list[str]:
-        """Return the answer to each conversation, which is a list of messages or the text of a user's message.
+    def chat(self, conversations: Sequence[str | Sequence[Message]], **body: Any) -> list[str | AnswerError]:
+        """Return the answer to each conversation, or an AnswerError in its place. A conversation is a list of messages
+        or the text of a user's message.
 
-        `body`: fields of /v1/chat/completions. Raises AnswerError for the first conversation that has no answer.
+        `body`: fields of /v1/chat/completions. Raises AnswerError if no conversation has an answer.
         """
         bodies = [{"messages": _messages(each), **body} for each in conversations]
-        return [str(_body_of(line)["choices"][0]["message"]["content"] or "") for line in self._ask(CHAT, bodies)]
+        return _answers(self._ask(CHAT, bodies), lambda choice: choice["message"]["content"] or "")
 
     def map(
         self,
@@ -103,7 +109,12 @@ class LLM:
         return [{**row, **recipe.result(line)} for row, line in zip(kept, lines, strict=True)]
 
     def _ask(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return a line for each body as in a batch's output file."""
+        """Return a line for each body as in a batch's output file. Raises ConfigError."""
+        self._check_usable()
+        for body in bodies:
+            for name, usual in (("n", 1), ("best_of", 1), ("stream", False)):
+                if body.get(name) not in (None, usual):
+                    raise ConfigError(f"{name}={body[name]!r}: LLM returns one whole answer each; remove {name}")
         lines: list[dict[str, Any]] = self._call(self._ask_all(path, bodies))
         return lines
 
@@ -111,13 +122,24 @@ class LLM:
         places = asyncio.Semaphore(MAX_REQUESTS)
 
         async def ask(body: Mapping[str, Any]) -> dict[str, Any]:
+            try:
+                content = orjson.dumps({"model": MODEL, "service_tier": "flex", **body}, option=orjson.OPT_NON_STR_KEYS)
+            except orjson.JSONEncodeError as error:
+                return {"error": {"message": f"The request is not JSON: {error}", "code": "invalid_json"}}
             async with places:
-                response = await self._http.post(path, json={"model": MODEL, "service_tier": "flex", **body})
+                response = await self._http.post(path, content=content, headers=_JSON)
             return {"response": {"status_code": response.status_code, "body": response.json()}}
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(ask(body)) for body in bodies]
         return [task.result() for task in tasks]
+
+    def _check_usable(self) -> None:
+        """Raise ConfigError after `close` and in a forked process, which lacks the thread of the event loop."""
+        if self._process != os.getpid():
+            raise ConfigError("this LLM belongs to the process that made it; make an LLM in each process")
+        if self._loop.is_closed():
+            raise ConfigError("this LLM is closed; make another one")
 
     async def _start(self, config: EngineConfig) -> httpx.AsyncClient:
         engine = EngineProcess(config, ProcessOptions())
@@ -149,9 +171,13 @@ def _messages(conversation: str | Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": conversation}] if isinstance(conversation, str) else list(conversation)
 
 
-def _body_of(line: Mapping[str, Any]) -> Mapping[str, Any]:
-    row = Recipe().result(line)
-    if row[STATUS] == FAILED:
-        raise AnswerError(str(row[ERROR]))
-    body: Mapping[str, Any] = line["response"]["body"]
-    return body
+def _answers(lines: Sequence[Mapping[str, Any]], read: Callable[[Any], str]) -> list[str | AnswerError]:
+    """Return the first choice of each line, or its error. Raises AnswerError if all lines failed."""
+    answers: list[str | AnswerError] = []
+    for line in lines:
+        problem = failure(line)
+        answers.append(read(line["response"]["body"]["choices"][0]) if problem is None else AnswerError(problem))
+    first = answers[0] if answers else ""
+    if isinstance(first, AnswerError) and all(isinstance(each, AnswerError) for each in answers):
+        raise first
+    return answers

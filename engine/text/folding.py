@@ -20,11 +20,14 @@ def fold(messages: Sequence[Mapping[str, Any]], refused: Collection[Shape]) -> S
 
     A system message that the template does not take at its place becomes a user message there, which keeps the prefix
     of the prompt for the cache. Messages that may not follow each other are joined. A message with several calls
-    becomes one message per call, each followed by its result. A text before calls becomes a message of its own.
+    becomes one message per call, each followed by its result. A text before calls becomes a message of its own. For a
+    template without tools calls and results become texts.
     """
     if not refused:
         return messages
     turns: list[_Turn] = []
+    if Shape.CALL in refused:
+        messages = [_without_calls(message) for message in messages]
     if Shape.CALLS in refused:
         messages = list(_one_call_each(messages))
     if Shape.TEXT_WITH_CALL in refused and Shape.ANSWERS not in refused:
@@ -82,6 +85,19 @@ def _place(turns: Sequence[_Turn]) -> Shape | None:
     if not turns:
         return Shape.SYSTEM
     return None if turns[-1].role == "system" else Shape.LATE_SYSTEM
+
+
+def _without_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its calls, or the result of one, as text."""
+    text = text_of(message.get("content"))
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"[result of a tool]\n{text}"}
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    if not calls:
+        return message
+    written = [f"[call of {call['name']}: {call['arguments']}]" for call in calls]
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": "\n".join(filter(None, [text, *written]))}
 
 
 def _text_and_calls(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -49,7 +49,8 @@ class TemplateFacts:
     Attributes:
         reads_strings: Content given as a string appears in the text.
         reads_parts: Content given as parts appears in the text.
-        refused: Shapes that the template refuses, or of which it drops a text.
+        refused: Shapes that the template refuses, or of which it drops a text; `Shape.CALL` only for templates that
+            do not mention tools.
         text_arguments: The template reads the arguments of a call as JSON text instead of an object.
         bare_calls: The template writes calls only if the content of their message is None.
         rendered: All text that the template wrote.
@@ -205,6 +206,8 @@ def _probe(render: Callable[[str, list[dict[str, Any]]], str], templates: dict[s
     if Shape.CALL in refused:  # other shapes of calls do not help
         of_calls = (Shape.CALL, Shape.CALLS, Shape.TEXT_WITH_CALL, Shape.TEXT_AFTER_RESULT)
         refused = [shape for shape in refused if shape not in of_calls]
+        if "tool" not in main:
+            refused.append(Shape.CALL)
     if sum(map(len, rendered)) + len(as_parts) > MAX_RENDERED_CHARS:
         return {"error": "its output exceeds a million characters for a few words"}
     return {

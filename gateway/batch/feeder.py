@@ -158,7 +158,8 @@ class LineFeeder:
         """Return the lines' envelopes. Raise UnreadableError for the first `read_attempts` failures; after that return
         None for an unreadable line, so that the batch can end."""
         lenient, file_id = job.read_faults >= self._limits.read_attempts, job.batch.input_file_id
-        found = await in_thread(lambda: read_envelopes(self._folder, file_id, refs, lenient=lenient))
+        most = self._limits.line_bytes
+        found = await in_thread(lambda: read_envelopes(self._folder, file_id, refs, lenient=lenient, max_bytes=most))
         lost = [ref for ref, envelope in zip(refs, found, strict=True) if envelope is None]
         if lost:
             text = "batch %s: %d lines of the input are damaged on the disk (the first: line %d); they get error rows"
@@ -195,6 +196,8 @@ class LineFeeder:
         if envelope is None:
             code, message = INPUT_LOST
             return FinishedLine(ref, False, unfinished_row(None, code, f"{message} (line {ref.number})"), Usage())
+        if isinstance(envelope["body"], Exception):
+            raise envelope["body"]
         origin = LineOrigin(batch.tenant, batch.id, batch.expires_at, job.lane, ref.length)
         answer = await self._run_line(batch.endpoint, envelope["body"], origin)
         row = response_row(envelope["custom_id"], answer.status, answer.body)

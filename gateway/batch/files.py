@@ -19,6 +19,7 @@ from gateway.batch.result_rows import intact_parts
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.batch.uploads import MAX_OVERHEAD, Upload, UploadParser
 from gateway.context import context_of, tenant_of
+from gateway.generate.answering import check_encoding
 from gateway.generate.validation import StrictBody
 from gateway.http.errors import ApiError
 from gateway.http.quotas import limit_reached
@@ -129,6 +130,7 @@ def quota_reached(quota: int, used: int) -> ApiError:
 
 async def receive(request: Request, temp: DiskFile, max_bytes: int, name: str = "file") -> Upload:
     """Parse the body into the file, in pieces large enough for a thread hop. Raises ApiError, StorageError."""
+    check_encoding(request)
     parser = UploadParser(request.headers.get("content-type", ""), temp, max_bytes, name)
     pieces = bytearray()
     async for chunk in request.stream():

@@ -219,7 +219,9 @@ class Finisher:
         if (await self._store.load_batch(batch.id)).status is status:
             return  # an earlier attempt ended the batch after all
         unfinished = UNFINISHED_LINE.get(status, _NO_CODE)
-        builder = ResultBuilder(self._folder, batch.id, batch.input_file_id, unfinished, lenient)
+        builder = ResultBuilder(
+            self._folder, batch.id, batch.input_file_id, unfinished, lenient, self._limits.line_bytes
+        )
         try:
             rank = -1
             while records := await self._store.line_records(batch.id, rank, RECORD_ROWS):

@@ -1,7 +1,7 @@
 """Validate an input file in one pass: find its lines and the order to feed them, or its errors. Memory is bounded but
 for 100 bytes per line for digests of ids and 24 bytes per line for the result.
 
-Only the envelopes are validated: an invalid `body` becomes an error row later and does not fail the batch. The work is
+Only the envelopes are validated: an invalid `body` becomes an error row later (`gateway.batch.envelope`). The work is
 CPU-bound Python, so it runs in a process of its own (`check_apart`): a thread would delay model steps through the GIL.
 """
 
@@ -9,7 +9,7 @@ import marshal
 import os
 import signal
 from array import array
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,20 +18,19 @@ from heapq import merge
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO
 
 import orjson
 from anyio import to_process
 
 from engine.machine.processes import die_with_parent
-from gateway.http.json_text import RoundedNumber, TooMuchJson, check_numbers, load_json
+from gateway.batch.envelope import HiddenEnvelope, RawLine, envelope_of_edges, read_envelope, read_lines, too_long
 from gateway.models import ModelNames
 from gateway.store.objects import InputError, LineRef
 
 PREFIX_BYTES = 512
 MAX_ERRORS = 100
 MAX_CUSTOM_ID_CHARS = 512
-READ_BYTES = 1024 * 1024
 SPILL_LINES = 50_000
 """Lines whose prefix keys are sorted in memory."""
 LOW_PRIORITY = 10
@@ -39,16 +38,6 @@ LOW_PRIORITY = 10
 MAX_SHOWN_CHARS = 100
 """Maximum characters of a model name in an error message."""
 _LineKey = tuple[bytes, int, int, int]
-_ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
-
-
-class RawLine(NamedTuple):
-    """A line without its line end; `content` is None if the line is too long."""
-
-    number: int
-    start: int
-    length: int
-    content: bytes | None
 
 
 class LinePlaces:
@@ -75,41 +64,6 @@ class InputReport:
     errors: list[InputError] = field(default_factory=list)
     model: str | None = None
     """Model named by the lines, if any."""
-
-
-def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[RawLine]:
-    """Yield the lines of a file, numbered from 1, with one line in memory. Blank lines are counted but not yielded."""
-    number, start, position = 1, 0, 0
-    pending = bytearray()
-    while data := file.read(READ_BYTES):
-        for piece in _split(data):
-            position += len(piece)
-            if start + max_bytes >= position - 2:
-                pending += piece
-            if piece.endswith(b"\n"):
-                yield from _line(number, start, position, pending, max_bytes)
-                number, start, pending = number + 1, position, bytearray()
-    yield from _line(number, start, position, pending, max_bytes)
-
-
-def _split(data: bytes) -> Iterator[bytes]:
-    """Yield the lines of `data` with their LF; unlike `splitlines`, do not split at a lone CR."""
-    *whole, rest = data.split(b"\n")
-    for piece in whole:
-        yield piece + b"\n"
-    if rest:
-        yield rest
-
-
-def _line(number: int, start: int, end: int, pending: bytearray, max_bytes: int) -> Iterator[RawLine]:
-    if len(pending) < end - start:
-        yield RawLine(number, start, end - start, None)
-        return
-    content = bytes(pending).rstrip(b"\r\n")
-    if len(content) > max_bytes:
-        yield RawLine(number, start, len(content), None)
-    elif content.strip():
-        yield RawLine(number, start, len(content), content)
 
 
 class LineKeys:
@@ -170,8 +124,9 @@ class InputChecker:
         self._max_line_bytes = max_line_bytes
         self._seen: set[bytes] = set()  # digests: ids may be long, and memory is bounded
         self._names = names
-        self._models: set[str] = set()
-        self._unknown: set[str] = set()  # names that an error has reported
+        self._models: dict[int | str, str] = {}  # the first name of each model
+        self._unknown: dict[str, InputError] = {}
+        self._num_unknown = 0
         self.keys = LineKeys(folder)
         self._num_lines = 0
         self.errors: list[InputError] = []
@@ -182,29 +137,34 @@ class InputChecker:
         if self._num_lines > self._max_lines:
             self.errors = [InputError("too_many_tasks", f"A batch has at most {self._max_lines} lines.", line.number)]
             return False
+        if self._num_lines == 1 and (form := _other_form(line.content or line.edges[0])) is not None:
+            self.errors = [InputError("invalid_json_line", form, line.number)]
+            return False
         found = self._check(line)
         if found is not None:
             self.errors.append(found)
         return len(self.errors) < MAX_ERRORS
 
     def _check(self, line: RawLine) -> InputError | None:
+        envelope: Any
         if line.content is None:
-            message = f"The line is longer than {self._max_line_bytes} bytes."
-            return InputError("invalid_request", message, line.number)
-        try:
-            envelope = load_json(line.content)
-            check_numbers(line.content, envelope)
-        except TooMuchJson as error:
-            return InputError("invalid_request", f"The line holds {error}.", line.number)
-        except RoundedNumber as error:
-            return InputError("invalid_request", f"A schema cannot be enforced: {error}.", line.number)
-        except orjson.JSONDecodeError as error:
-            return InputError("invalid_json_line", _why_not_json(line.content, error), line.number)
+            envelope = envelope_of_edges(*line.edges, too_long(self._max_line_bytes))
+            if envelope is None:
+                message = f"The line is longer than {self._max_line_bytes} bytes and does not begin with custom_id."
+                return InputError("invalid_request", message, line.number)
+        else:
+            try:
+                envelope = read_envelope(line.content)
+            except HiddenEnvelope as error:
+                return InputError("invalid_request", str(error), line.number)
+            except orjson.JSONDecodeError as error:
+                return InputError("invalid_json_line", _why_not_json(line.content, error), line.number)
         if not isinstance(envelope, dict):
             return InputError("invalid_json_line", "The line is not a JSON object.", line.number)
         found = self._check_envelope(envelope, line.number)
         if found is None:
-            key = prefix_key(envelope["body"])
+            body = envelope["body"]
+            key = prefix_key(body) if isinstance(body, dict) else b""
             self.keys.add((key, line.number, line.start, line.length))
         return found
 
@@ -212,9 +172,6 @@ class InputChecker:
         def invalid(param: str, rule: str) -> InputError:
             return InputError("invalid_request", f"'{param}' must be {rule}.", number, param)
 
-        unknown = next((name for name in envelope if name not in _ENVELOPE), None)
-        if unknown is not None:
-            return InputError("invalid_request", "The line has an unknown field.", number, unknown[:64])
         custom_id, body = envelope.get("custom_id"), envelope.get("body")
         if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS:
             return invalid("custom_id", f"a text of 1 to {MAX_CUSTOM_ID_CHARS} characters")
@@ -223,30 +180,36 @@ class InputChecker:
         if envelope.get("url") != self._endpoint:
             message = f"'url' must be '{self._endpoint}', the endpoint of the batch."
             return InputError("url_mismatch", message, number, "url")
-        if not isinstance(body, dict):
+        if body is None:
             return invalid("body", "a JSON object")
-        if body.get("stream"):
-            return invalid("body.stream", "left out or false")
-        return self._check_model(body.get("model"), number) or self._check_unique(custom_id, number)
+        model = body.get("model") if isinstance(body, dict) else None
+        return self._check_model(model, number) or self._check_unique(custom_id, number)
 
     def _check_model(self, model: Any, number: int) -> InputError | None:
-        """Return an error if the line names another model. An invalid `model` is reported with the body, later."""
+        """Return an error if the line names another served model. An invalid `model` is an error of the body, and so is
+        an unknown one unless all lines have one."""
         if not isinstance(model, str):
             return None
-        if self._names is not None and self._names.find(model) is None:
-            return self._refuse_model(model, number)
-        self._models = self._models or {model}
-        if model in self._models:
+        key: int | str = model
+        if self._names is not None:
+            found = self._names.find(model or self._names.first)
+            if found is None:
+                self._num_unknown += 1
+                if len(self._unknown) < MAX_ERRORS:
+                    self._unknown.setdefault(model, self._unknown_model(model, number))
+                return None
+            key = found.adapter
+        first = next(iter(self._models.values()), model)
+        self._models = self._models or {key: model}
+        if key in self._models:
             return None
-        first, other = (name[:MAX_SHOWN_CHARS] for name in (*self._models, model))
-        message = f"All lines of a batch must name the same model: lines before name '{first}', this one '{other}'."
+        message = (
+            f"All lines of a batch must name the same model: lines before name '{first[:MAX_SHOWN_CHARS]}', this one "
+            f"'{model[:MAX_SHOWN_CHARS]}'."
+        )
         return InputError("model_mismatch", message, number, "body.model")
 
-    def _refuse_model(self, model: str, number: int) -> InputError | None:
-        """Return an error for the first line that names an unknown model."""
-        if model in self._unknown:
-            return None
-        self._unknown.add(model)
+    def _unknown_model(self, model: str, number: int) -> InputError:
         assert self._names is not None
         message = (
             f"This server has no model '{model[:MAX_SHOWN_CHARS]}'. It has: {self._names.summary()}. Change 'model' in "
@@ -264,15 +227,30 @@ class InputChecker:
     def report(self) -> InputReport:
         if not self._num_lines:
             self.errors = [InputError("empty_file", "The input file has no lines.")]
+        elif self._num_unknown == self._num_lines:
+            self.errors = list(self._unknown.values())
         if self.errors:
             return InputReport(errors=self.errors)
         lines = LinePlaces(places for _, *places in self.keys.sorted())
-        return InputReport(lines, model=next(iter(self._models), None))
+        return InputReport(lines, model=next(iter(self._models.values()), None))
+
+
+_OTHER_FORMS: Mapping[bytes, str] = {
+    BOM_UTF16_LE: "The file is UTF-16; it must be UTF-8.",
+    BOM_UTF16_BE: "The file is UTF-16; it must be UTF-8.",
+    b"\x1f\x8b": "The file is compressed with gzip; upload it uncompressed.",
+    b"PK\x03\x04": "The file is a ZIP archive; upload the file within it.",
+    b"[": "The file is a JSON array; it must be JSON Lines, with one object in each line.",
+}
+
+
+def _other_form(content: bytes) -> str | None:
+    """Return the error of a file that is no JSON Lines, by its first bytes."""
+    first = content.removeprefix(BOM_UTF8).lstrip()
+    return next((text for start, text in _OTHER_FORMS.items() if first.startswith(start)), None)
 
 
 def _why_not_json(content: bytes, error: orjson.JSONDecodeError) -> str:
-    if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
-        return "The file is UTF-16; it must be UTF-8."
     try:
         content.decode()
     except UnicodeDecodeError:

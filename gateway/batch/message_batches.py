@@ -95,7 +95,7 @@ async def create_message_batch(request: Request) -> Response:
     except ApiError:
         await remove_file(request, file.id)
         raise
-    return json_response(_as_json(request, replace(created, total=lines.count(b"\n"))))
+    return json_response(_as_json(replace(created, total=lines.count(b"\n"))))
 
 
 def _input_lines(raw: bytes | bytearray, limits: BatchLimits) -> bytes:
@@ -128,20 +128,20 @@ async def list_message_batches(request: Request) -> Response:
         batches, more = await state.folder.store.list_batches(listed_tenant(request), page, MESSAGES_PATH)
     except UnknownCursor:
         unknown_cursor("before_id" if is_before else "after_id")
-    data = [_as_json(request, batch) for batch in (reversed(batches) if is_before else batches)]
+    data = [_as_json(batch) for batch in (reversed(batches) if is_before else batches)]
     ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return json_response({"data": data, "has_more": more, **ids})
 
 
 @router.get(PATH + "/{message_batch_id}")
 async def retrieve_message_batch(request: Request, message_batch_id: str) -> Response:
-    return json_response(_as_json(request, await _find(request, message_batch_id)))
+    return json_response(_as_json(await _find(request, message_batch_id)))
 
 
 @router.post(PATH + "/{message_batch_id}/cancel")
 async def cancel_message_batch(request: Request, message_batch_id: str) -> Response:
     batch = await _find(request, message_batch_id)
-    return json_response(_as_json(request, await cancel(request, batch.id)))
+    return json_response(_as_json(await cancel(request, batch.id)))
 
 
 @router.delete(PATH + "/{message_batch_id}")
@@ -196,7 +196,7 @@ def _our_id(message_batch_id: str) -> str:
     return message_batch_id.removeprefix(_PREFIX)
 
 
-def _as_json(request: Request, batch: BatchJob) -> dict[str, Any]:
+def _as_json(batch: BatchJob) -> dict[str, Any]:
     """Return the batch in Anthropic's form, in which requests count as processing until the whole batch has ended."""
     has_ended, times = batch.status in TERMINAL, batch.times
     counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
@@ -219,15 +219,9 @@ def _as_json(request: Request, batch: BatchJob) -> dict[str, Any]:
         "ended_at": None if ended_at is None else timestamp(ended_at),
         "cancel_initiated_at": None if cancelled_at is None else timestamp(cancelled_at),
         "archived_at": None,
-        "results_url": _results_url(request, message_batch_id) if has_ended else None,
+        # relative: clients join it to their base URL, which may be a proxy's with a prefix
+        "results_url": f"{PATH}/{message_batch_id}/results" if has_ended else None,
     }
-
-
-def _results_url(request: Request, message_batch_id: str) -> str:
-    """Return the absolute URL that the client sees, also behind a proxy that terminates TLS."""
-    forwarded = request.headers.get("x-forwarded-proto", "")
-    scheme = forwarded if forwarded in ("http", "https") else request.url.scheme
-    return f"{scheme}://{request.url.netloc}{PATH}/{message_batch_id}/results"
 
 
 class MessageResults(Response):

@@ -6,11 +6,12 @@ thread.
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+from gateway.batch.envelope import EDGE_BYTES, envelope_of_edges, read_envelope, too_long
 from gateway.batch.journal import JournalReader
 from gateway.batch.result_rows import unfinished_row
-from gateway.http.json_text import load_json
 from gateway.store.disk import DiskFile, UnreadableError, read_errors
 from gateway.store.folder import StateFolder
 from gateway.store.objects import LineRecord, LineRef
@@ -20,9 +21,11 @@ _RESULT_LOST = ("result_unavailable", "The line was executed, but its result was
 
 
 class InputReader:
-    """Read lines of an input file. `lenient`: an unreadable line counts as damaged. The caller must close it."""
+    """Read lines of an input file. `lenient`: an unreadable line counts as damaged; `max_bytes`: of longer lines only
+    the envelope is read. The caller must close it."""
 
-    def __init__(self, folder: StateFolder, file_id: str, lenient: bool) -> None:
+    def __init__(self, folder: StateFolder, file_id: str, lenient: bool, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._folder = folder
         self._file_id = file_id
         self._path = folder.file_path(file_id)
@@ -32,7 +35,7 @@ class InputReader:
         self._disk_checked = False
 
     def envelope(self, ref: LineRef) -> dict[str, Any] | None:
-        """Return a validated line, or None if it has been damaged or removed since.
+        """Return a validated line, or None if it has been damaged or removed since. See `read_envelope`.
 
         Raises UnreadableError for an unreadable sector unless `lenient`, and StorageError if the state folder fails.
         """
@@ -45,7 +48,7 @@ class InputReader:
                     self._size = os.fstat(self._descriptor).st_size
                 if not 0 <= ref.start < ref.start + ref.length <= self._size:
                     return None
-                return _envelope(self._folder.disk.read_at(self._descriptor, ref.start, ref.length))
+                return self._read(ref)
         except UnreadableError as error:
             if not error.gone:
                 if not self._lenient:
@@ -55,27 +58,31 @@ class InputReader:
                     self._disk_checked = True
             return None
 
+    def _read(self, ref: LineRef) -> dict[str, Any] | None:
+        read = partial(self._folder.disk.read_at, self._descriptor)
+        if ref.length > self._max_bytes:
+            size = min(EDGE_BYTES, ref.length)
+            tail = read(ref.start + ref.length - size, size)
+            return envelope_of_edges(read(ref.start, size), tail, too_long(self._max_bytes))
+        try:
+            found = read_envelope(read(ref.start, ref.length))
+        except ValueError:
+            return None
+        if not isinstance(found, dict) or found.get("body") is None:
+            return None
+        return found if isinstance(found.get("custom_id"), str) else None
+
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
-def _envelope(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = load_json(line)
-    except ValueError:
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("body"), dict):
-        return None
-    return found if isinstance(found.get("custom_id"), str) else None
-
-
 def read_envelopes(
-    folder: StateFolder, file_id: str, refs: Iterable[LineRef], *, lenient: bool
+    folder: StateFolder, file_id: str, refs: Iterable[LineRef], *, lenient: bool, max_bytes: int
 ) -> list[dict[str, Any] | None]:
     """Return the lines of an input file. See `InputReader.envelope`."""
-    reader = InputReader(folder, file_id, lenient)
+    reader = InputReader(folder, file_id, lenient, max_bytes)
     try:
         return [reader.envelope(ref) for ref in refs]
     finally:
@@ -116,16 +123,23 @@ class ResultFile:
 class ResultBuilder:
     """Sort the lines of one batch into its output file and its error file. The caller must close it.
 
-    `unfinished`: code and message for lines without a result. A line whose journal row is damaged gets an error row;
+    `unfinished`: code and message for lines without a result; `max_bytes`: see `InputReader`.
+    A line whose journal row is damaged gets an error row;
     with `lenient`, so does a line whose row cannot be read.
     """
 
     def __init__(
-        self, folder: StateFolder, batch_id: str, input_file_id: str, unfinished: tuple[str, str], lenient: bool
+        self,
+        folder: StateFolder,
+        batch_id: str,
+        input_file_id: str,
+        unfinished: tuple[str, str],
+        lenient: bool,
+        max_bytes: int,
     ) -> None:
         self._folder = folder
         self._unfinished = unfinished
-        self._input = InputReader(folder, input_file_id, lenient)
+        self._input = InputReader(folder, input_file_id, lenient, max_bytes)
         self.journal = JournalReader(folder, batch_id, lenient)
         self.output, self.errors = ResultFile(folder), ResultFile(folder)
         self.num_unfinished = 0

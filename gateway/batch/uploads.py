@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 MAX_FIELD_BYTES = 1024
+MAX_PREAMBLE_BYTES = 4096
+"""Maximum size of a text before the first part (RFC 2046 5.1.1), which is ignored."""
+MAX_PART_HEADERS = 32
 MAX_PARTS = 16
 MAX_OVERHEAD = 64 * 1024  # bytes of the body in addition to the file's content
 MAX_FILENAME_CHARS = 255
@@ -74,26 +77,45 @@ class UploadParser:
         self._field: str | None = None
         self._value = bytearray()
         self._sink: Callable[[bytes], None] = self._refuse_data
+        self._boundary = b"--" + boundary
+        self._preamble: bytearray | None = bytearray()
         try:
-            self._parser = MultipartParser(boundary, self._callbacks(), max_header_count=8, max_header_size=4096)
-        except FormParserError:
-            _refuse("The multipart boundary is not valid.", code="invalid_multipart")
+            self._parser = MultipartParser(
+                boundary, self._callbacks(), max_header_count=MAX_PART_HEADERS, max_header_size=4096
+            )
+        except FormParserError as error:
+            _refuse(f"The multipart boundary is not valid: {error}.", code="invalid_multipart")
 
     def feed(self, data: bytes) -> None:
         """Parse the next piece of the body."""
         self._num_bytes += len(data)
         if self._num_bytes > self._max_file_bytes + MAX_OVERHEAD:
             raise self._too_large()
+        if self._preamble is not None:
+            data = self._after_preamble(self._preamble, data)
         try:
             with self._file.disk.storing():
                 self._parser.write(data)
-        except FormParserError:
-            _refuse("The multipart body is not valid.", code="invalid_multipart")
+        except FormParserError as error:
+            _refuse(f"The multipart body is not valid: {error}.", code="invalid_multipart")
+
+    def _after_preamble(self, preamble: bytearray, data: bytes) -> bytes:
+        """Return the data from the first boundary on; empty if the boundary has not come."""
+        preamble += data
+        at = 0 if preamble.startswith(self._boundary) else preamble.find(b"\n" + self._boundary) + 1
+        if at == 0 and not preamble.startswith(self._boundary):
+            if len(preamble) > MAX_PREAMBLE_BYTES:
+                message = "The multipart body has no line with the boundary that the Content-Type header names."
+                _refuse(message, code="invalid_multipart")
+            return b""
+        self._preamble = None
+        return bytes(preamble[at:])
 
     def finish(self) -> Upload:
         """Return the result at the end of the body. Raises ApiError 400 if the body is incomplete or has no file."""
         if not self._ended:
-            _refuse("The multipart body ended early.", code="invalid_multipart")
+            part = "the first boundary" if self._preamble is not None else "the last boundary"
+            _refuse(f"The multipart body ended before {part}.", code="invalid_multipart")
         if self.upload.filename is None:
             _refuse(f"Missing required parameter: '{self._name}'.", self._name, "missing_required_parameter")
         return self.upload
@@ -156,7 +178,7 @@ class UploadParser:
         self._sink(data[start:end])
 
     def _refuse_data(self, data: bytes) -> None:  # noqa: ARG002
-        _refuse("The multipart body is not valid.", code="invalid_multipart")
+        _refuse("The multipart body has data outside its parts.", code="invalid_multipart")
 
     def _add_value(self, data: bytes) -> None:
         self._value += data

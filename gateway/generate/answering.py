@@ -101,8 +101,7 @@ async def _read_raw(request: Request) -> bytearray:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415)
-    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise ApiError(415, "Content-Encoding is not supported; send the request body uncompressed.")
+    check_encoding(request)
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
@@ -110,6 +109,12 @@ async def _read_raw(request: Request) -> bytearray:
             async with context_of(request).body_turn:
                 await asyncio.sleep(0)
     return raw
+
+
+def check_encoding(request: Request) -> None:
+    """Raise ApiError 415 for a compressed body."""
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise ApiError(415, "Content-Encoding is not supported; send the request body uncompressed.")
 
 
 async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, tenant: str) -> None:

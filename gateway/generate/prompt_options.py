@@ -7,13 +7,12 @@ from engine.forms import ThinkingBudget, ThoughtMarks
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.channels import ANALYSIS, END
+from gateway.generate.reasoning import SWITCHES
 from gateway.generate.tool_formats import END_THINK, THINK
 from gateway.generate.wire import ChatCompletionRequest
 
 BUDGET = "thinking_token_budget"
 UNLIMITED = 2**31 - 1
-SWITCHES = ("enable_thinking", "thinking")
-"""Names under which chat templates read whether the model reasons first."""
 _NEXT_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 _RESERVED = frozenset(
     {
@@ -56,7 +55,10 @@ def template_options(body: ChatCompletionRequest, template: str) -> dict[str, An
 
 
 def apply_effort(body: ChatCompletionRequest, template: str, reasons: bool) -> None:
-    """Replace the effort `none` by a thinking budget of 0 if the model reasons and its template has no switch."""
+    """Apply the budget in a field of other servers if the model reasons. Replace the effort `none` by a budget of 0 if
+    its template has no switch."""
+    if reasons and body.thinking_token_budget is None:
+        body.thinking_token_budget = body.other_budget()
     if body.reasoning_effort == "none" and reasons and not _switches(template):
         body.thinking_token_budget = 0
 

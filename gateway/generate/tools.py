@@ -16,6 +16,7 @@ from engine.text.folding import text_of
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.channels import FINAL, START
+from gateway.generate.history import arguments_text
 from gateway.generate.lark import Lark, quoted
 from gateway.generate.schemas import prepared
 from gateway.generate.structured import NO_SCHEMA, exact_grammar
@@ -64,7 +65,7 @@ def offered_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
 
 def check_tools(body: ChatCompletionRequest, format: ToolFormat | None, template: str) -> None:
     """Raise InvalidRequestError for invalid tools, or if the model does not support tools."""
-    if not body.tools and body.tool_choice not in (None, "none"):
+    if not body.tools and body.tool_choice not in (None, "none") and (body.tools is None or body.tool_choice != "auto"):
         raise _invalid("'tool_choice' is only allowed with 'tools'.", "tool_choice")
     if not offers_tools(body):
         return
@@ -154,9 +155,9 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, template: str) -> list[dict[str, Any]]:
-    """Return the messages for the chat template. Raises InvalidRequestError for invalid arguments of past calls."""
+    """Return the messages for the chat template."""
     id_chars = None if format is None else format.id_chars
-    messages = [_template_message(message, index, id_chars) for index, message in enumerate(body.messages)]
+    messages = [_template_message(message, id_chars) for message in body.messages]
     if format is not None and format.has_channels:
         for message in messages:
             _name_thoughts(message)
@@ -170,9 +171,9 @@ def template_messages(body: ChatCompletionRequest, format: ToolFormat | None, te
     return messages
 
 
-def _template_message(message: ChatMessage, index: int, id_chars: int | None) -> dict[str, Any]:
+def _template_message(message: ChatMessage, id_chars: int | None) -> dict[str, Any]:
     """Convert a message: role `developer` to `system`, past reasoning to one name, and call ids to the length that the
-    template requires. Check the arguments of past calls. A message without content gets an empty text."""
+    template requires. A message without content gets an empty text."""
     fields = message.model_dump(exclude_none=True, exclude={"refusal", "reasoning"})
     if not message.tool_calls:
         fields.pop("tool_calls", None)
@@ -181,9 +182,8 @@ def _template_message(message: ChatMessage, index: int, id_chars: int | None) ->
         fields["reasoning_content"] = message.reasoning
     if message.role == "developer":
         fields["role"] = "system"
-    for number, call in enumerate(fields.get("tool_calls", ())):
-        param = f"messages[{index}].tool_calls[{number}].function.arguments"
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"], param)
+    for call in fields.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
         call["id"] = _short(call["id"], id_chars)
     if message.tool_call_id is not None:
         fields["tool_call_id"] = _short(message.tool_call_id, id_chars)
@@ -218,12 +218,12 @@ def _short(call_id: str, size: int | None) -> str:
     return call_id if size is None else blake2b(call_id.encode(), digest_size=size).hexdigest()[:size]
 
 
-def _arguments(text: str, param: str) -> str:
-    """Return the arguments of a past call. Raises InvalidRequestError if they are not a JSON object."""
+def _arguments(text: str) -> str:
+    """Return the arguments of a past call as a JSON object, in the client's spelling if they are one."""
     try:
         return checked_call("", text or "{}").arguments
-    except ValueError as error:
-        raise _invalid(f"'{param}' must be a JSON object as text.", param) from error
+    except ValueError:
+        return arguments_text(text)
 
 
 def _functions(body: ChatCompletionRequest) -> list[Function]:

@@ -66,12 +66,11 @@ class _Draft:
 
 
 class Conversation:
-    """Builder of the messages of a chat request. Consecutive reasoning, text and calls of the model become one message.
-    `names` receives the client's names of call arguments."""
+    """Builder of the messages of a chat request. Consecutive reasoning, text and calls of the model become one
+    message."""
 
-    def __init__(self, names: dict[str, str]) -> None:
+    def __init__(self) -> None:
         self._drafts: list[_Draft] = []
-        self._names = names
 
     def messages(self) -> list[ChatMessage]:
         return [draft.message() for draft in self._drafts]
@@ -95,13 +94,10 @@ class Conversation:
         if text:
             turn.texts.append(text)
 
-    def call(self, call_id: str, name: str, arguments: str, place: str) -> None:
-        """Add a call; `place`: the client's name of its arguments."""
+    def call(self, call_id: str, name: str, arguments: str) -> None:
         turn = self._turn(begins=False)
         call = FunctionCall(name=name, arguments=arguments)
         turn.calls.append(ToolCall(id=call_id, type="function", function=call))
-        here = f"messages[{len(self._drafts) - 1}].tool_calls[{len(turn.calls) - 1}].function.arguments"
-        self._names[here] = place
 
     def answer(self, call_id: str, text: str) -> None:
         self._drafts.append(_Draft("tool", [text], call_id=call_id))

@@ -98,6 +98,9 @@ _TEXT_ONLY = "The server reads and writes text only."
 _NO_BEAMS = "The server samples; use 'n' for several answers."
 _SEPARATE = "Thoughts are always in a field of their own, 'reasoning'."
 _BIAS = "Use 'logit_bias'."
+_ROUTER = "The server runs one model itself and routes to no other; remove the field."
+_MAX_TOKENS = "Use 'max_tokens'."
+EXTRA_BODY = Refused("It is an argument of the Python client; send its fields beside 'model'.", ({},))
 _GRAMMAR = "Use 'structured_outputs' with 'grammar'."
 UNHONOURED = Unhonoured(
     frozenset(
@@ -114,6 +117,11 @@ UNHONOURED = Unhonoured(
             "prediction",
             "request_id",
             "rid",
+            # residence and caches of other servers
+            "cache_prompt",
+            "id_slot",
+            "keep_alive",
+            "slot_id",
         }
     ),
     {
@@ -125,6 +133,25 @@ UNHONOURED = Unhonoured(
         "moderation": Refused("The server has no moderation model; ask the served model."),
         "suffix": Refused("The server only continues texts; put the whole text into 'prompt'.", ("",)),
         # extensions of other servers
+        "chat_template_args": Refused("Use 'chat_template_kwargs'.", ({},)),
+        "extra_body": EXTRA_BODY,
+        "format": Refused("Use 'response_format'."),
+        "max_new_tokens": Refused(_MAX_TOKENS),
+        "max_output_tokens": Refused(_MAX_TOKENS),
+        "mirostat": Refused("Use 'temperature', 'top_p' or 'min_p'.", (0,)),
+        "models": Refused("Name one model as 'model'.", ([],)),
+        "n_predict": Refused(_MAX_TOKENS),
+        "num_ctx": Refused("The context is fixed at the start, by --max-model-len."),
+        "num_predict": Refused(_MAX_TOKENS),
+        "options": Refused("Send its fields beside 'model', such as 'temperature' and 'max_tokens'.", ({},)),
+        "plugins": Refused(_ROUTER, ([],)),
+        "provider": Refused(_ROUTER, ({},)),
+        "repeat_penalty": Refused("Use 'repetition_penalty'.", (1,)),
+        "route": Refused(_ROUTER),
+        "stop_sequences": Refused("Use 'stop'.", ([],)),
+        "transforms": Refused(_ROUTER, ([],)),
+        "typical_p": Refused("Use 'top_p' or 'min_p'.", (1,)),
+        "usage": Refused("Answers have 'usage'; streams with 'stream_options' and 'include_usage'.", ({},)),
         "allowed_token_ids": Refused("Use 'structured_outputs' with 'choice', or 'logit_bias'."),
         "bad_words": Refused(_BIAS, ([],)),
         "chat_template": Refused("The server has one template; start it with --chat-template."),
@@ -183,7 +210,7 @@ def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
     except TooMuchJson as error:
         raise InvalidRequestError(f"The request body has {error}.", code="too_many_values") from None
     except RoundedNumber as error:
-        param = _param_name(error.place)
+        param = param_name(error.place)
         message = f"'{param}' cannot be enforced: {error}."
         raise InvalidRequestError(message, param=param, code="invalid_value") from None
     except orjson.JSONDecodeError as error:
@@ -204,9 +231,9 @@ def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
 
 
 def _refusal(detail: ErrorDetails) -> InvalidRequestError:
-    kind, param = detail["type"], _param_name(detail["loc"])
+    kind, param = detail["type"], param_name(detail["loc"])
     if kind == "unknown_name":
-        kind, param = "extra_forbidden", _param_name((*detail["loc"], detail["ctx"]["name"]))
+        kind, param = "extra_forbidden", param_name((*detail["loc"], detail["ctx"]["name"]))
     if kind == "extra_forbidden":
         advice = " Use 'structured_outputs'." if param.startswith("guided_") else ""
         return InvalidRequestError(f"Unknown parameter: '{param}'.{advice}", param=param, code="unknown_parameter")
@@ -218,7 +245,7 @@ def _refusal(detail: ErrorDetails) -> InvalidRequestError:
     return InvalidRequestError(message, param=param, code="invalid_type" if is_type else "invalid_value")
 
 
-def _param_name(loc: Sequence[int | str]) -> str:
+def param_name(loc: Sequence[int | str]) -> str:
     """Return a parameter name such as `messages[0].content`, without union tags; long client names are truncated."""
     name = ""
     for part in loc:

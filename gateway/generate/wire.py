@@ -19,6 +19,8 @@ from pydantic_core import PydanticCustomError
 
 from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS, RequestClass
 from engine.errors import InvalidRequestError
+from gateway.generate.history import readable_messages
+from gateway.generate.reasoning import ReasoningFields
 from gateway.generate.validation import ClientObject, StrictBody, at_most
 
 MAX_CHOICES = 128
@@ -31,7 +33,6 @@ MAX_PARTS = 4096
 MAX_TOOL_CALLS = 128
 MAX_TOOLS = 1024
 MAX_STOP_IDS = 64
-MAX_TEMPLATE_OPTIONS = 64
 MAX_ANSWERS = 20_000
 _INT32 = 2**31 - 1
 _INT64 = 2**63
@@ -48,13 +49,6 @@ def content_kind(value: Any) -> str:
 
 def _empty_as_text(value: Any) -> Any:
     return "" if value == [] else value
-
-
-def refusal_as_text(value: Any) -> Any:
-    """Convert a refusal part of an earlier answer to a text part."""
-    if isinstance(value, dict) and value.get("type") == "refusal":
-        return {"type": "text", "text": value.get("refusal")}
-    return value
 
 
 class TextPart(ClientObject):
@@ -75,11 +69,7 @@ class ToolCall(ClientObject):
 
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[
-        list[Annotated[TextPart, BeforeValidator(refusal_as_text)]],
-        Field(max_length=MAX_PARTS, fail_fast=True),
-        Tag("<parts>"),
-    ],
+    | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     Discriminator(content_kind),
     BeforeValidator(_empty_as_text),
 ]
@@ -124,6 +114,14 @@ class JsonSchema(StrictBody):
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
+
+
+def _named_schema(value: Any) -> Any:
+    """Convert a schema beside the type, as other servers take it, to OpenAI's form."""
+    if isinstance(value, dict) and isinstance(value.get("schema"), dict) and value.get("json_schema") is None:
+        rest = {name: each for name, each in value.items() if name not in ("type", "json_schema")}
+        return {"type": "json_schema", "json_schema": {"name": "answer", **rest}}
+    return value
 
 
 class ResponseFormat(StrictBody):
@@ -203,7 +201,7 @@ class GenerationBody(RequestBody):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[ResponseFormat, BeforeValidator(_named_schema)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -264,27 +262,24 @@ ToolChoice = Annotated[
 ]
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-TemplateOptions = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_OPTIONS), at_most(MAX_TEMPLATE_OPTIONS)]
-
-
-class ChatCompletionRequest(GenerationBody):
+class ChatCompletionRequest(GenerationBody, ReasoningFields):
     """POST /v1/chat/completions. `chat_template_kwargs`: variables for the chat template; `continue_final_message`:
     the answer continues the last message, which is an assistant's."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
     add_special_tokens: Literal[False] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: Effort | None = None
-    thinking_token_budget: int | None = Field(None, ge=0, le=_INT32)
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[
+        list[ChatMessage],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(readable_messages),
+    ]
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

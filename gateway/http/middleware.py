@@ -191,11 +191,14 @@ class Authentication:
         await self._app(scope, receive, send)
 
     def _find(self, scope: Scope) -> Key | None:
-        """Find the key in `authorization` (OpenAI), or else in `x-api-key` (Anthropic)."""
-        sent = {name: [value for key, value in scope["headers"] if key == name] for name in _KEY_HEADERS}
-        values = sent[b"authorization"] or [b"Bearer " + value for value in sent[b"x-api-key"]]
-        scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-        return self._keys.ring.find(key.strip()) if scheme.lower() == b"bearer" else None
+        """Find the first valid key in `authorization` (OpenAI) and `x-api-key` (Anthropic): one of them may be a dummy,
+        or the `Basic` of a proxy."""
+        sent = sorted((name, value) for name, value in scope["headers"] if name in _KEY_HEADERS)
+        for name, value in sent:
+            scheme, _, key = value.partition(b" ") if name == b"authorization" else (b"bearer", b"", value)
+            if scheme.lower() == b"bearer" and (found := self._keys.ring.find(key.strip())) is not None:
+                return found
+        return None
 
 
 class BodyLimit:

@@ -5,13 +5,13 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from engine.errors import InvalidRequestError
-from gateway.generate.prompt_options import SWITCHES
+from gateway.generate.history import arguments_text, readable_turns
+from gateway.generate.reasoning import SWITCHES
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
-from gateway.generate.validation import ClientObject, Refused, Unhonoured, validate
+from gateway.generate.validation import EXTRA_BODY, ClientObject, Refused, Unhonoured, validate
 from gateway.generate.wire import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -26,15 +26,21 @@ from gateway.generate.wire import (
 
 _INT32 = 2**31 - 1
 
+_SWITCHES = ("chat_template_kwargs", "enable_thinking", "reasoning", "think")
 UNHONOURED = Unhonoured(
     {
         "anthropic_beta", "anthropic_version", "betas", "cache_control", "context_management", "diagnostics",
         "inference_geo", "metadata", "speed", "user_profile_id",
     },
     {
+        **dict.fromkeys(_SWITCHES, Refused("Use 'thinking' with 'type' 'enabled' or 'disabled'.")),
         "container": Refused("The server runs no code; offer a tool and run its calls in the client."),
+        "extra_body": EXTRA_BODY,
         "fallbacks": Refused("The server has one model; choose another one in the client.", ([],)),
         "mcp_servers": Refused("The server calls no tools; call the MCP servers in the client.", ([],)),
+        "reasoning_effort": Refused("Use 'output_config' with 'effort'."),
+        "response_format": Refused("Use 'output_config' with 'format'."),
+        "stop": Refused("Use 'stop_sequences'.", ([],)),
         "thread": Refused("The server stores no threads; send the whole conversation."),
     },
 )  # fmt: skip
@@ -175,14 +181,20 @@ def _as_tier(value: Any) -> Any:
 
 
 class PromptBody(RequestBody):
-    """Fields that determine the prompt, which are all fields of POST /v1/messages/count_tokens."""
+    """Fields that determine the prompt, which are all fields of POST /v1/messages/count_tokens. `output_format` is an
+    older name of `output_config.format`."""
 
-    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True)]
+    messages: Annotated[
+        list[MessageParam],
+        Field(min_length=1, max_length=MAX_MESSAGES - 1, fail_fast=True),
+        BeforeValidator(readable_turns),
+    ]
     system: Texts | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
 
 class CountRequest(PromptBody):
@@ -219,17 +231,16 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def translate(body: PromptBody, template: str, reasons: bool = False) -> Translation:
     """Translate a body for a model with this chat template, which may have reasoning. Raises InvalidRequestError for an
     invalid chat request."""
-    names = dict(NAMES)
     fields: dict[str, Any] = {
         "model": body.model,
         "service_tier": body.service_tier,
         "stream": body.stream,
-        "messages": _conversation(body, names).messages(),
+        "messages": _conversation(body).messages(),
         **_functions(body),
         **_thinking(body, template, reasons),
     }
-    if body.output_config and body.output_config.format:
-        form = {"name": "answer", "schema": body.output_config.format.schema_}
+    if form_ := (body.output_config and body.output_config.format) or body.output_format:
+        form = {"name": "answer", "schema": form_.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": form}
     if isinstance(body, MessagesRequest):
         fields |= {
@@ -241,23 +252,23 @@ def translate(body: PromptBody, template: str, reasons: bool = False) -> Transla
         }
     if body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
-    with told_in(names):
-        return Translation(validate(ChatCompletionRequest, fields), names)
+    with told_in(NAMES):
+        return Translation(validate(ChatCompletionRequest, fields), NAMES)
 
 
-def _conversation(body: PromptBody, names: dict[str, str]) -> Conversation:
-    conversation = Conversation(names)
+def _conversation(body: PromptBody) -> Conversation:
+    conversation = Conversation()
     for text in [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]:
         # Claude Code's billing line changes with every request and would defeat the prefix cache
         if instruction := _BILLING.sub("", text):
             conversation.instruct(instruction)
-    for number, message_ in enumerate(body.messages):
+    for message_ in body.messages:
         if message_.role == "system":
             conversation.instruct(_said(message_))
         elif message_.role == "user":
             _ask(conversation, message_)
         else:
-            _go_on(conversation, message_, f"messages[{number}]")
+            _go_on(conversation, message_)
     return conversation
 
 
@@ -279,21 +290,16 @@ def _ask(conversation: Conversation, message: MessageParam) -> None:
         conversation.ask(text)
 
 
-def _go_on(conversation: Conversation, message: MessageParam, place: str) -> None:
+def _go_on(conversation: Conversation, message: MessageParam) -> None:
     """Add an assistant message: reasoning, text and calls."""
     blocks = [] if isinstance(message.content, str) else message.content
     for block in blocks:
         if isinstance(block, ThinkingBlock):
             conversation.think(block.thinking)
     conversation.say(_said(message))
-    for number, block in enumerate(blocks):
+    for block in blocks:
         if isinstance(block, CallBlock):
-            input_place = f"{place}.content[{number}].input"
-            try:
-                arguments = orjson.dumps(block.input).decode()
-            except orjson.JSONEncodeError as error:
-                raise InvalidRequestError(f"'{input_place}' is nested too deeply.", param=input_place) from error
-            conversation.call(block.id, block.name, arguments, input_place)
+            conversation.call(block.id, block.name, arguments_text(block.input))
 
 
 def _functions(body: PromptBody) -> dict[str, Any]:

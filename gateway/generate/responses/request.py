@@ -7,37 +7,42 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from engine.api import MAX_LOGPROBS
+from gateway.generate.history import readable_items
+from gateway.generate.reasoning import Effort
 from gateway.generate.translation import Conversation, Translation, text_of, told_in, tool_fields
+from gateway.generate.validation import EXTRA_BODY, ClientObject, Refused, StrictBody, Unhonoured, at_most, validate
 from gateway.generate.validation import UNHONOURED as CHAT_UNHONOURED
-from gateway.generate.validation import ClientObject, Refused, StrictBody, Unhonoured, at_most, validate
 from gateway.generate.wire import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
     ChatCompletionRequest,
-    Effort,
     RequestBody,
     ToolName,
     choice_kind,
     content_kind,
-    refusal_as_text,
 )
 
 MAX_ITEMS = MAX_MESSAGES - 1  # the instructions become a message, too
 MAX_METADATA = 16
 _INT32 = 2**31 - 1
 
+_SWITCHES = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "think", "thinking")
 _STATELESS = "Responses are not stored; send the whole conversation as 'input'."
 _NO_REFERENCES = "Responses are not stored; set 'store' to false, so that the client sends whole items."
 UNHONOURED = Unhonoured(
     frozenset(CHAT_UNHONOURED.inert) - {"metadata", "prompt_cache_key", "safety_identifier"} | {"client_metadata"},
     {
+        **dict.fromkeys(_SWITCHES, Refused("Use 'reasoning' with 'effort', which may be 'none'.")),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), Refused("Use 'max_output_tokens'.")),
         "background": Refused("Use POST /v1/batches for answers without a connection.", (False,)),
         "context_management": Refused("The server shortens no conversation; shorten 'input' in the client.", ([],)),
         "conversation": Refused(_STATELESS),
+        "extra_body": EXTRA_BODY,
         "moderation": CHAT_UNHONOURED.unsupported["moderation"],
         "previous_response_id": Refused(_STATELESS),
         "prompt": Refused("The server stores no prompts; write the prompt into 'instructions'."),
+        "response_format": Refused("Use 'text' with 'format'."),
         "truncation": Refused("Shorten 'input' in the client.", ("disabled", "auto")),
     },
 )
@@ -57,11 +62,7 @@ class Thought(ClientObject):
 
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[
-        list[Annotated[InputPart, BeforeValidator(refusal_as_text)]],
-        Field(max_length=MAX_PARTS, fail_fast=True),
-        Tag("<parts>"),
-    ],
+    | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     Discriminator(content_kind),
 ]
 
@@ -96,20 +97,18 @@ class ReasoningItem(ClientObject):
     content: Annotated[list[Thought], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
-_ITEMS = {
-    "message": "<message>", "function_call": "<call>", "function_call_output": "<output>", "reasoning": "<reasoning>",
-}  # fmt: skip
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _item_kind(value: Any) -> str | None:
     kind = value.get("type", "message") if isinstance(value, dict) else "message"
-    return _ITEMS.get(kind) if isinstance(kind, str) else None
+    return f"<{kind}>" if kind in _ITEMS else None
 
 
 Item = Annotated[
     Annotated[InputMessage, Tag("<message>")]
-    | Annotated[CallItem, Tag("<call>")]
-    | Annotated[CallOutput, Tag("<output>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[CallOutput, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
     Discriminator(
         _item_kind,
@@ -123,6 +122,7 @@ Input = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag("<parts>")],
     Discriminator(content_kind),
+    BeforeValidator(readable_items),
 ]
 
 
@@ -262,12 +262,11 @@ NAMES: Mapping[str, str] = {
 
 def translate(body: ResponsesRequest) -> Translation:
     """Translate a body. Raises InvalidRequestError for an invalid chat request."""
-    names = dict(NAMES)
     fields: dict[str, Any] = {
         "model": body.model,
         "service_tier": body.service_tier,
         "stream": body.stream,
-        "messages": _conversation(body, names).messages(),
+        "messages": _conversation(body).messages(),
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -279,8 +278,8 @@ def translate(body: ResponsesRequest) -> Translation:
         "parallel_tool_calls": body.parallel_tool_calls,
         **_functions(body),
     }
-    with told_in(names):
-        return Translation(validate(ChatCompletionRequest, fields), names)
+    with told_in(NAMES):
+        return Translation(validate(ChatCompletionRequest, fields), NAMES)
 
 
 def functions_of(body: ResponsesRequest) -> list[FunctionTool]:
@@ -288,8 +287,8 @@ def functions_of(body: ResponsesRequest) -> list[FunctionTool]:
     return [tool for tool in body.tools or () if isinstance(tool, FunctionTool)]
 
 
-def _conversation(body: ResponsesRequest, names: dict[str, str]) -> Conversation:
-    conversation = Conversation(names)
+def _conversation(body: ResponsesRequest) -> Conversation:
+    conversation = Conversation()
     if body.instructions:
         conversation.instruct(body.instructions)
     if isinstance(body.input, str):
@@ -300,7 +299,7 @@ def _conversation(body: ResponsesRequest, names: dict[str, str]) -> Conversation
 
 
 def _add(conversation: Conversation, items: Sequence[Item]) -> None:
-    for number, item in enumerate(items):
+    for item in items:
         match item:
             case InputMessage(role="user"):
                 conversation.ask(text_of(item.content))
@@ -311,7 +310,7 @@ def _add(conversation: Conversation, items: Sequence[Item]) -> None:
             case ReasoningItem():
                 conversation.think("\n".join([thought.text for thought in item.content or ()]))
             case CallItem():
-                conversation.call(item.call_id, item.name, item.arguments, f"input[{number}].arguments")
+                conversation.call(item.call_id, item.name, item.arguments)
             case CallOutput():
                 conversation.answer(item.call_id, text_of(item.output))
 
@@ -340,7 +339,12 @@ def _named(name: str) -> dict[str, Any]:
 
 
 def _form(form: TextFormat | None) -> dict[str, Any] | None:
-    if form is None or form.type != "json_schema":
-        return None if form is None else {"type": form.type}
-    given = {"name": form.name, "schema": form.schema_, "description": form.description, "strict": form.strict}
-    return {"type": form.type, "json_schema": {name: value for name, value in given.items() if value is not None}}
+    if form is None:
+        return None
+    name = form.name
+    if form.type != "json_schema":
+        if form.schema_ is None:
+            return {"type": form.type}
+        name = name or "answer"  # a schema is never ignored
+    given = {"name": name, "schema": form.schema_, "description": form.description, "strict": form.strict}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if value is not None}}
