@@ -21,7 +21,6 @@ from benchmarks.live import CONFIG, make_model_folder
 from benchmarks.machine import describe
 from engine.build import build_runner, plan_launch
 from engine.config import EngineConfig
-from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.machine.facts import read_processor
 from engine.profiling.calibration import ShapeRunner
 from engine.profiling.sweep import StepShape
@@ -79,8 +78,7 @@ def runner_of(folder: Path, implementation: str, threads: int) -> ShapeRunner:
         num_gpu_blocks_override=BLOCKS,
     )  # fmt: skip
     runner, plan = build_runner(config, plan_launch(config))
-    known = f", layers known {runner.device.known_layers}" if isinstance(runner.device, TransformersDevice) else ""
-    print(f"{implementation}: {plan.precision}, kernels {plan.kernels}, {plan.threads} threads{known}", flush=True)
+    print(f"{implementation}: {plan.precision}, kernels {plan.kernels}, {plan.threads} threads", flush=True)
     return ShapeRunner(runner, plan.limits, plan.spec.vocab_size)
 
 

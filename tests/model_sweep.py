@@ -45,8 +45,7 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
 
 ## Details
 
-- **CPU**: native kernels compute linear layers, the experts of mixtures, attention and known decoder layers; other
-  layers (with experts, latent attention, recurrent layers) run as modules. The log states how many layers are known.
+- **CPU**: native kernels compute linear layers, the experts of mixtures and attention; all else runs as modules.
 - **GPU**: attention uses the Triton kernels if heads have 16 to 256 elements in multiples of 16 bytes, without CUDA
   graphs. Native layers with CUDA graphs run `qwen3_moe`, `mixtral` and (not tried on a device yet) `gpt_oss` in
   bfloat16, unless `--lora`, `--quantization`, `--offload-weights`, `--tensor-parallel-size` or `--overload` is

@@ -30,8 +30,6 @@ from engine.execution.cpu.native.library import (
     activation_dtype,
 )
 from engine.execution.cpu.native.linear import Native, NativeLinear, rows_for, stride_of
-from engine.models.known_layers import Rotation
-from engine.models.layer_reader import rotated
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
 
@@ -401,6 +399,16 @@ def test_a_scaled_addition_with_a_norm_and_alone(level: Level, dtype: torch.dtyp
     close(out, expected.double(), dtype, steps=4, scale=4.0)
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool) -> Tensor:
+    """Rotate the first r elements of each head of x [T, heads, d]; cos, sin [T, r / 2]."""
+    part, rest = x.tensor_split([2 * cos.shape[1]], dim=-1)
+    first, second = (part[..., ::2], part[..., 1::2]) if pairs else part.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(turned, dim=-1).flatten(-2) if pairs else torch.cat(turned, dim=-1)
+    return torch.cat((joined, rest), dim=-1)
+
+
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 @pytest.mark.parametrize("pairs", [None, False, True], ids=["not", "halves", "pairs"])
 @pytest.mark.parametrize("rotary_dim", [4, 40, 44])
@@ -418,8 +426,7 @@ def test_keys_are_written_turned_or_as_they_are(
     k, v = run_ops(native, dtype, [op], 5, head_dim=44, value_dim=44, cell=44, **changes)
     heads, (cos, sin) = qkv.to(torch.float64, copy=True).view(5, 4, 44), angles.double().chunk(2, dim=-1)
     if pairs is not None:
-        doubled = (each.repeat(1, 2) for each in (cos, sin))
-        heads[:, :3] = rotated(heads[:, :3], Rotation(pairs, doubled=False), *doubled)
+        heads[:, :3] = rotated(heads[:, :3], cos, sin, pairs=pairs)
     close(rows.view(5, 4, 44), heads, dtype, scale=4.0)
     close(k[:5], heads[:, 2], dtype, scale=4.0)
     assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
@@ -445,7 +452,7 @@ def test_heads_are_normed_before_or_after_they_are_turned(
     heads, (cos, sin) = qkv.double().view(5, 4, 44), angles.double().chunk(2, dim=-1)
     steps: list[Callable[[Tensor], Tensor]] = [
         lambda x: functional.rms_norm(x, (44,), None, 1e-5) * weight.double(),
-        lambda x: rotated(x, Rotation(pairs, doubled=False), cos.repeat(1, 2), sin.repeat(1, 2)),
+        lambda x: rotated(x, cos, sin, pairs=pairs),
     ]
     expected = heads[:, :3]
     for step in reversed(steps) if behind else steps:

@@ -1,4 +1,4 @@
-"""Calls of transformers modules: attention, states, decoder layers and adapters of a forward pass are this engine's.
+"""Calls of transformers modules: attention, states and adapters of a forward pass are this engine's.
 
 The modules see the tokens of a step packed in one row, each with its position, and no cache. Attention is redirected
 through transformers' `AttentionInterface`, all else through context variables, so that every forward pass has its own.
@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from engine.errors import ModelLoadError
 from engine.models.attention import Manner
-from engine.models.known_layers import LAYERS, RunLayer
 from engine.models.linear import Linear
 from engine.models.lora import Site
 from engine.models.recurrent import RECUR, Recur
@@ -91,12 +90,6 @@ def _set(*pairs: tuple[ContextVar[Any], Any]) -> Iterator[None]:
             variable.reset(token)
 
 
-def attending(attention: Attention, call: Callable[[], Any]) -> Any:
-    """Run a callable of a model with this attention."""
-    with _set((_CURRENT, attention)):
-        return call()
-
-
 def rope_by_token(model: nn.Module, short_context: int) -> None:
     """Make the longrope modules of a model choose their factors by token instead of by the last position of a step."""
     for module in model.modules():
@@ -122,19 +115,16 @@ def run_model(
     keep: Tensor,
     recur: Recur | None = None,
     adapters: Adds | None = None,
-    layers: RunLayer | None = None,
     is_long: Tensor | None = None,
 ) -> Tensor:
     """Return the logits [S, vocab] of tokens `keep` [S] among token_ids, positions [T].
 
-    `recur` runs layers with a state; `adapters` are those of the T tokens; `layers` runs decoder layers (None: as set
-    outside) and cannot be combined with adapters. `is_long [T]`: see `RowTable`; None: no token.
+    `recur` runs layers with a state; `adapters` are those of the T tokens. `is_long [T]`: see `RowTable`; None: no
+    token.
     """
-    assert adapters is None or layers is None
     takes = inspect.signature(model.forward).parameters
     extra = {"logits_to_keep": keep} if "logits_to_keep" in takes else {}
-    run = [] if layers is None else [(LAYERS, layers)]
-    with _set((_CURRENT, attention), (RECUR, recur), (_ADAPTERS, adapters), (_LONG, is_long), *run):
+    with _set((_CURRENT, attention), (RECUR, recur), (_ADAPTERS, adapters), (_LONG, is_long)):
         answer = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **extra)
     logits: Tensor = answer.logits[0]
     return logits if extra else logits.index_select(0, keep)

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from engine.models.attention import Manner
 from engine.models.checkpoint import Checkpoint, is_finite
 from engine.models.experts import replace_experts
 from engine.models.families import family_named
-from engine.models.known_layers import Given, LayerForm, RunLayer, UnknownError, layer_of, observe
-from engine.models.known_layers import take_over as take_over_layer
-from engine.models.layer_reader import read_layer
 from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.lora import AdapterPlan, Site
 from engine.models.packing import Packing
@@ -30,14 +27,13 @@ from engine.models.transformers_calls import (
     ATTENTION,
     Adds,
     EngineLinear,
-    attending,
     causal_lm,
     nothing,
     quiet,
     rope_by_token,
     run_model,
 )
-from engine.models.transformers_shape import PROBED, Seen, TransformersShape, config_of, settle
+from engine.models.transformers_shape import PROBED, TransformersShape, config_of, settle
 from engine.models.weights import TensorSource, router_of, stacked_experts, torch_dtype
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Manner], Tensor]
@@ -54,14 +50,6 @@ class _Calls:
         self.rows.setdefault(site, []).append(len(x))
 
 
-class Look(NamedTuple):
-    """An attention layer as seen in a forward pass: its decoder layer and arguments, if replaceable, and its call."""
-
-    layer: nn.Module | None
-    given: Given | None
-    seen: Seen
-
-
 class TransformersModel:
     """A runnable model over T packed tokens of any requests. `shape.layers` name the attention modules."""
 
@@ -71,13 +59,6 @@ class TransformersModel:
         self._layers = {id(model.get_submodule(name)): index for index, name in enumerate(shape.layers)}
         for index, name in enumerate(shape.recurrent):
             take_over(model.get_submodule(name), index)
-        self._decoder_layers: dict[int, nn.Module] = {}
-        for index, name in enumerate(shape.layers):
-            above = layer_of(model, name)
-            if above is not None and model.get_submodule(above) not in self._decoder_layers.values():
-                self._decoder_layers[index] = model.get_submodule(above)
-                take_over_layer(self._decoder_layers[index], index)
-        self._forms: list[LayerForm | str] = []
         if shape.short_context:
             rope_by_token(model, shape.short_context)
 
@@ -95,7 +76,6 @@ class TransformersModel:
         keep: Tensor,
         recur: Recur = begin,
         adapters: "Adds | None" = None,
-        layers: RunLayer | None = None,
         is_long: Tensor | None = None,
     ) -> Tensor:
         """See `run_model`."""
@@ -103,28 +83,7 @@ class TransformersModel:
         def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
             return attend(self._layers[id(module)], q, k, v, manner)
 
-        return run_model(self.module, token_ids, positions, attention, keep, recur, adapters, layers, is_long)
-
-    def look(self) -> list[Look]:
-        """Return the attention layers in order, as currently called."""
-        seen: dict[int, Seen] = {}
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
-            seen[layer] = Seen.of(self.module, q, k, v, manner)
-            return nothing(layer, q, k, v, manner)
-
-        with torch.inference_mode():
-            ids = torch.arange(PROBED, device=self.like.device)
-            positions = torch.linspace(0, self.shape.max_context - 1, PROBED, device=self.like.device).long()
-            given = observe(lambda: self.forward(ids, positions, attend, ids[:1]))
-        return [Look(self._decoder_layers.get(each), given.get(each), seen[each]) for each in range(len(seen))]
-
-    def layer_forms(self) -> list[LayerForm | str]:
-        """Return the form of the decoder layer of each attention layer, or the reason why it is unknown."""
-        if not self._forms:
-            with torch.inference_mode():
-                self._forms = [_form_of(look) for look in self.look()]
-        return self._forms
+        return run_model(self.module, token_ids, positions, attention, keep, recur, adapters, is_long)
 
     def linear_layers(self) -> list[Linear]:
         """Return this engine's linear layers that replace those of transformers."""
@@ -204,15 +163,6 @@ class TransformersModel:
         finally:
             self.module.set_attn_implementation(ATTENTION)
             assert config._attn_implementation == ATTENTION
-
-
-def _form_of(look: Look) -> LayerForm | str:
-    if look.layer is None or look.given is None:
-        return "its decoder layer was not found"
-    try:
-        return read_layer(look.layer, EngineLinear, look.given, attending)
-    except UnknownError as error:
-        return str(error)
 
 
 def load_model(

@@ -111,9 +111,6 @@ class CpuBackend(Backend):
     ) -> tuple[Runner[Any], LaunchPlan]:
         if isinstance(weights, TransformersModel):
             foreign = TransformersDevice.of(weights, plan)
-            if plan.kernels != "torch":
-                num_layers = plan.spec.num_layers
-                log.debug("native kernels run %d of %d attention layers as a whole", foreign.known_layers, num_layers)
             return Runner(foreign), replace(plan, threads=torch.get_num_threads(), state_slots=foreign.state_slots)
         decoder, hidden, host = Decoder(plan.own, weights), plan.scratch_blocks, plan.host_units
         spare = weights.layers.held_bytes if plan.droppable else 0

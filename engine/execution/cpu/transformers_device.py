@@ -1,7 +1,7 @@
 """A device for transformers modules, with attention over the engine's pool.
 
-If the linear layers are those of the native library, the library also computes attention and all known decoder layers.
-Otherwise attention is the given function, or torch's.
+If the linear layers are those of the native library, the library also computes attention. Otherwise
+attention is the given function, or torch's.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from engine.arrays import IntArray
 from engine.execution.cpu.attention import PagedAttention, arrange, clear_begun_blocks
 from engine.execution.cpu.device import PoolDevice
 from engine.execution.cpu.native.attention import NativeAttention
-from engine.execution.cpu.native.layers import NativeLayers, known_groups
 from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
@@ -68,13 +67,8 @@ class TransformersDevice(PoolDevice):
         self._states = StateTable(states, limits.max_num_seqs, self.state_slots, self.host_state_slots)
         native = _native_of(model)
         self._attend: StepAttention | None = None
-        self._layers: NativeLayers | None = None
-        self.known_layers = 0
         if native is not None:
-            length, groups = limits.max_model_len, known_groups(model)
-            self._attend = NativeAttention(native, self.pool, self.rows, length)
-            self._layers = NativeLayers(native, groups, self.pool, self.rows, self._attend, length)
-            self.known_layers = sum(map(len, groups))
+            self._attend = NativeAttention(native, self.pool, self.rows, limits.max_model_len)
         elif attention is not None:
             self._attend = attention(self.pool, self.rows)
         self._cell_bytes = 2 * model.shape.kv_size * model.like.dtype.itemsize
@@ -105,10 +99,9 @@ class TransformersDevice(PoolDevice):
         )
         recur = self._states.of_step(layout, pool.device, rows.take_state_moves())
         adapt = self.adapters.of_step(rows.adapters[layout.token_rows], pool.device) if self.adapters else None
-        layers = self._layers if adapt is None else None
         long = rows.is_long[layout.token_rows]
         is_long = torch.from_numpy(long).to(pool.device) if long.any() else None
-        return self._model.forward(ids, positions, attend, keep, recur, adapt, layers, is_long), None
+        return self._model.forward(ids, positions, attend, keep, recur, adapt, is_long), None
 
     def _attention(self, chunks: IntArray) -> tuple[Layout, Attend]:
         """Return the order of a step's tokens, and the attention of its layers."""

@@ -47,12 +47,12 @@ class NativeAttention:
         self._max_model_len = max_model_len
         self._tapes: dict[HeadShape, _HeadsTape] = {}
         self._chunks: IntArray = np.empty((0, 4), dtype=np.int64)
-        self.step = TapeStep()
+        self._step = TapeStep()
 
     def begin(self, chunks: IntArray) -> Layout:
         """Begin a step with these chunks [n, 4] (row, start, length, sample); calls pass tokens in this order."""
         self._chunks = np.ascontiguousarray(chunks, dtype=np.int64)
-        self.step = step_over(self._pool, self._rows, self._chunks)
+        self._step = step_over(self._pool, self._rows, self._chunks)
         return Layout.of(chunks, np.arange(len(chunks)))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
@@ -67,7 +67,7 @@ class NativeAttention:
             room = max(len(q), 2 * tape.max_tokens if tape else FIRST_TOKENS)
             tape = _HeadsTape(self._native, self._pool, self._rows, self._max_model_len, heads, room)
             self._tapes[heads] = tape
-        return tape.attend(self.step, layer, (q, k, v), manner)
+        return tape.attend(self._step, layer, (q, k, v), manner)
 
 
 class _HeadsTape:

@@ -97,25 +97,6 @@ class NativeLinear:
         self.bias = None if bias is None else bias.float().contiguous()
         self.native = native
 
-    @classmethod
-    def joined(cls, parts: Sequence["NativeLinear"]) -> "NativeLinear | None":
-        """Join layers along their outputs; their weights become views of the result.
-
-        Returns None if the outputs of one do not fill whole panels. Weights that are already adjacent are not copied.
-        """
-        if any(part.out_features % PANEL or part.gated for part in parts):
-            return None
-        sizes = [part.panels.numel() for part in parts]
-        result = copy.copy(parts[0])
-        result.out_features = sum(part.out_features for part in parts)
-        result.panels = _one_behind_the_other([part.panels for part in parts], parts[0].native.library)
-        if any(part.bias is not None for part in parts):
-            biases = [torch.zeros(part.out_features) if part.bias is None else part.bias for part in parts]
-            result.bias = torch.cat(biases)
-        for part, panels in zip(parts, torch.split(result.panels, sizes), strict=True):
-            part.panels = panels
-        return result
-
     def op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
         """Return the layer as an operation, without its rows."""
         return Op(
@@ -194,17 +175,6 @@ def _padded(x: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     padded = make(count, stride_of(x.shape[1]), dtype=dtype)
     padded[: len(x), : x.shape[1]] = x
     return padded
-
-
-def _one_behind_the_other(parts: list[Tensor], library: Library) -> Tensor:
-    """Return the concatenated bytes, without a copy if they are adjacent, like layers packed in sequence."""
-    first, size = parts[0], sum(part.numel() for part in parts)
-    ends = [part.data_ptr() + part.numel() for part in parts]
-    room = first.untyped_storage().nbytes() - first.storage_offset()
-    if size <= room and [part.data_ptr() for part in parts[1:]] == ends[:-1]:
-        return first.as_strided((size,), (1,))
-    with torch.inference_mode():  # the memory was allocated in inference mode
-        return torch.cat(parts, out=library.room(size))
 
 
 class NativeInt8(NativeLinear):
