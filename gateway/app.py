@@ -141,7 +141,10 @@ def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) 
         "/v1/files": max_file_bytes + MAX_OVERHEAD,
         "/v1/uploads/*/parts": parts.MAX_PART_BYTES + MAX_OVERHEAD,
     }
-    app.add_middleware(BodyLimit, max_body_bytes=MAX_BODY_BYTES, max_held_bytes=held_bytes, streamed=streamed)
+    larger = {message_batches.PATH: message_batches.MAX_BODY_BYTES}
+    app.add_middleware(
+        BodyLimit, max_body_bytes=MAX_BODY_BYTES, max_held_bytes=held_bytes, streamed=streamed, larger=larger
+    )
     app.add_middleware(Authentication, keys=context.keys, open_paths=OPEN_PATHS)
     app.add_middleware(ErrorBoundary)
     origins = origin_pattern(config.allowed_origin)

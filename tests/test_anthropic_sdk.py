@@ -175,6 +175,18 @@ async def batches(
 Batches = tuple[Served, anthropic.AsyncAnthropic, openai.AsyncOpenAI]
 
 
+async def test_a_large_message_batch(batches: Batches) -> None:
+    """More bytes and more objects than other bodies may have; bad ones are errors of their rows or of the request."""
+    _, client, _ = batches
+    page = [{"role": "user", "content": "lorem " * 100_000}]
+    many = [a_request(f"r{i}") for i in range(9000)] + [a_request(f"p{i}", messages=page) for i in range(8)]
+    created = await client.messages.batches.create(requests=many)  # type: ignore[arg-type]
+    assert counts_of(created) == {"processing": 9008}
+    await client.messages.batches.cancel(created.id)
+    with pytest.raises(anthropic.BadRequestError, match=r"requests\[9008\]: Another line"):
+        await client.messages.batches.create(requests=[*many, many[0]])  # type: ignore[list-item]
+
+
 async def test_a_message_batch_from_creation_to_deletion(batches: Batches) -> None:
     served, client, ours = batches
     good = [a_request(f"good-{i}") for i in range(5)]

@@ -313,6 +313,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"background": True}, "background", "not supported"),
     ({"input": []}, "input", "at least 1"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "set 'store' to false"),
+    ({"input": [{"type": "item_reference", "id": f"msg_{'a' * 24}"}, {"role": "user", "content": "x"}]}, "input[0]",
+     "set 'store' to false"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type",
      "Invalid"),
     ({"input": [{"role": "king", "content": "x"}]}, "input[0].role", "Invalid"),

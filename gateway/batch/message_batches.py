@@ -1,13 +1,15 @@
 """/v1/messages/batches: Anthropic's Message Batches. They are batches of the endpoint /v1/messages, and batches of
 this endpoint that /v1/batches created are shown as well."""
 
+import os
+import signal
 from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from typing import Annotated, Any
 
 import orjson
-from anyio import to_thread
+from anyio import to_process, to_thread
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
@@ -15,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import InvalidRequestError
+from engine.machine.processes import die_with_parent
 from gateway.batch.files import FileContent, find_file, open_content, remove_file, store_content
 from gateway.batch.input import check_input
 from gateway.batch.limits import BatchLimits, state_of
@@ -22,17 +25,22 @@ from gateway.batch.listing import describe_page, json_response, read_page, unkno
 from gateway.batch.routes import DEFAULT_LISTED, add_batch, cancel, find_batch
 from gateway.batch.tenants import listed_tenant, reached_tenant
 from gateway.context import context_of, tenant_of
-from gateway.generate.answering import read_json
+from gateway.generate.answering import read_raw
 from gateway.generate.validation import StrictBody, parse_json, validate
 from gateway.http.errors import MESSAGES_PATH, ApiError, messages_envelope, timestamp
-from gateway.http.json_text import escape_line_ends
+from gateway.http.json_text import LIMITS, JsonSize, escape_line_ends
 from gateway.http.sse import run_while_connected
+from gateway.models import ModelNames
 from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, FileInUse, Page, UnknownCursor, new_batch_id
 
 router = APIRouter()
 
 PATH = f"{MESSAGES_PATH}/batches"
-MAX_REQUESTS = 50_000
+MAX_REQUESTS = 100_000
+MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_SIZE = JsonSize(*(32 * most for most in LIMITS))
+INLINE_BYTES = 256 * 1024
+"""Larger bodies are parsed in a process of their own: parsing holds the GIL."""
 MAX_LISTED = 1000
 WINDOW_SECONDS = 86_400
 _PREFIX = "msg"
@@ -85,7 +93,7 @@ _CREATE: dict[str, Any] = {
 async def create_message_batch(request: Request) -> Response:
     context_of(request).lifecycle.check_accepting()
     state, tenant = state_of(request), tenant_of(request)
-    lines = await read_json(request, lambda raw: _input_lines(raw, state.limits))
+    lines = await _read_lines(request, state.limits)
     batch_id = new_batch_id()
     file = await store_content(request, lines, _input_name(batch_id))
     now = state.now()
@@ -98,9 +106,32 @@ async def create_message_batch(request: Request) -> Response:
     return json_response(_as_json(replace(created, total=lines.count(b"\n"))))
 
 
-def _input_lines(raw: bytes | bytearray, limits: BatchLimits) -> bytes:
+async def _read_lines(request: Request, limits: BatchLimits) -> bytes:
+    """Return the input file of a batch. Raises InvalidRequestError."""
+    raw, models = bytes(await read_raw(request)), context_of(request).models
+    if len(raw) <= INLINE_BYTES:
+        return _input_lines(raw, limits, models)
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # keep the child from importing from the working directory
+    lines = await to_process.run_sync(_lines_or_error, raw, limits, models, cancellable=True)
+    if isinstance(lines, bytes):
+        return lines
+    message, param, code = lines
+    raise InvalidRequestError(message, param=param, code=code)
+
+
+def _lines_or_error(raw: bytes, limits: BatchLimits, models: ModelNames) -> bytes | tuple[str, str | None, str]:
+    """Return the input file, or the error in a form that can leave the process."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
+    try:
+        return _input_lines(raw, limits, models)
+    except InvalidRequestError as error:
+        return error.message, error.param, error.code
+
+
+def _input_lines(raw: bytes, limits: BatchLimits, models: ModelNames) -> bytes:
     """Return the input file of a batch. Raises InvalidRequestError for requests that would fail the whole batch."""
-    body = validate(MessageBatchRequest, parse_json(raw))
+    body = validate(MessageBatchRequest, parse_json(raw, MAX_SIZE))
     common = {"method": "POST", "url": MESSAGES_PATH}
     try:
         lines = b"".join(
@@ -109,7 +140,7 @@ def _input_lines(raw: bytes | bytearray, limits: BatchLimits) -> bytes:
     except orjson.JSONEncodeError:
         message = "'requests' is nested too deeply."
         raise InvalidRequestError(message, param="requests", code="invalid_value") from None
-    for error in check_input(BytesIO(lines), MESSAGES_PATH, limits.lines, limits.line_bytes).errors:
+    for error in check_input(BytesIO(lines), MESSAGES_PATH, limits.lines, limits.line_bytes, models).errors:
         place = f"requests[{(error.line or 1) - 1}]"
         param = f"{place}.{error.param}".replace(".body", ".params") if error.param else place
         message = f"{place}: {error.message}".replace("'body.", "'params.")

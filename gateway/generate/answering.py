@@ -88,13 +88,13 @@ async def read_body(request: Request, parse: Callable[[bytearray], BodyT]) -> Bo
 async def read_json(request: Request, parse: Callable[[bytearray], ResultT]) -> ResultT:
     """Read and parse the body. Large bodies are parsed in a thread one at a time, because each holds the GIL for up to
     about 10 ms. Raises ApiError 415 and the exceptions of `parse`."""
-    raw = await _read_raw(request)
+    raw = await read_raw(request)
     if len(raw) <= INLINE_BYTES:
         return parse(raw)
     return await anyio.to_thread.run_sync(parse, raw, limiter=context_of(request).parse_thread)
 
 
-async def _read_raw(request: Request) -> bytearray:
+async def read_raw(request: Request) -> bytearray:
     """Read the body. The content type must be application/json, which foreign web pages cannot send without a CORS
     preflight. Large bodies take turns with one piece per round of the event loop: sixteen concurrent bodies of 4 MB
     would otherwise block the loop for 10 to 30 ms per round. Raises ApiError 415."""

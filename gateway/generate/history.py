@@ -5,6 +5,7 @@ Agents send their whole history with every request, so a refused part would end 
 own last message keeps parts without a text; validation refuses them, and the user can act on it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -259,13 +260,16 @@ def _block(block: Any) -> Any:
 
 
 def readable_items(items: Any) -> Any:
-    """Return the items of /v1/responses as messages, calls, outputs and reasoning. A last `item_reference` is kept."""
+    """Return the items of /v1/responses as messages, calls, outputs and reasoning.
+
+    An `item_reference` is kept, and refused later, if it is the last item or names an item of this server: the client
+    can send whole items instead. One of another server becomes a note."""
     if not isinstance(items, list):
         return items
     own = _own(items)
     return [
         _item(each, own=at == own)
-        if isinstance(each, dict) and not (at + 1 == len(items) and _is_reference(each))
+        if isinstance(each, dict) and not (_is_reference(each) and (at + 1 == len(items) or _is_ours(each)))
         else each
         for at, each in enumerate(items)
     ]
@@ -273,6 +277,10 @@ def readable_items(items: Any) -> Any:
 
 def _is_reference(item: Mapping[str, Any]) -> bool:
     return item.get("type") == "item_reference" or item.keys() == {"id"}
+
+
+def _is_ours(item: Mapping[str, Any]) -> bool:
+    return re.fullmatch("[a-z]+_[0-9a-f]{24}", str(item.get("id"))) is not None
 
 
 def _item(item: dict[str, Any], *, own: bool) -> dict[str, Any]:

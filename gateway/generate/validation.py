@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.errors import InvalidRequestError
-from gateway.http.json_text import RoundedNumber, TooMuchJson, check_numbers, load_json
+from gateway.http.json_text import LIMITS, JsonSize, RoundedNumber, TooMuchJson, check_numbers, load_json
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -202,10 +202,10 @@ class JsonPost(Generic[BodyT]):
         return validate(self.body, self.unhonoured.strip(fields))
 
 
-def parse_json(raw: bytes | bytearray) -> dict[str, Any]:
+def parse_json(raw: bytes | bytearray, limits: JsonSize = LIMITS) -> dict[str, Any]:
     """Parse a JSON object. Raises InvalidRequestError `invalid_json`, or `too_many_values` before parsing."""
     try:
-        body = load_json(raw)
+        body = load_json(raw, limits)
         check_numbers(raw, body)
     except TooMuchJson as error:
         raise InvalidRequestError(f"The request body has {error}.", code="too_many_values") from None

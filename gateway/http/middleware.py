@@ -209,23 +209,30 @@ class BodyLimit:
         max_held_bytes: maximum size of all bodies in memory (503).
         streamed: maximum size of bodies that are not held in memory, by path or a pattern of paths; their endpoints
             count the bytes.
+        larger: maximum size of a body by path, in place of `max_body_bytes`.
     """
 
     def __init__(
-        self, app: ASGIApp, max_body_bytes: int, max_held_bytes: int, streamed: Mapping[str, int] | None = None
+        self,
+        app: ASGIApp,
+        max_body_bytes: int,
+        max_held_bytes: int,
+        streamed: Mapping[str, int] | None = None,
+        larger: Mapping[str, int] | None = None,
     ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._max_held_bytes = max(max_held_bytes, max_body_bytes)
         self._held_bytes = 0
         self._streamed = streamed or {}
+        self._larger = larger or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         streamed = next((most for path, most in self._streamed.items() if fnmatchcase(scope["path"], path)), None)
-        most = self._max_body_bytes if streamed is None else streamed
+        most = self._larger.get(scope["path"], self._max_body_bytes) if streamed is None else streamed
         if _announced_length(scope) > most:
             await error_response(_too_large(most), scope)(scope, receive, send)
             return
@@ -241,7 +248,7 @@ class BodyLimit:
                 length = len(message.get("body", b""))
                 size += length
                 self._held_bytes += length
-                if size > self._max_body_bytes:
+                if size > most:
                     raise _too_large(most)
                 if self._held_bytes > self._max_held_bytes:
                     text = "The server is receiving too many request bodies at once; try again later."

@@ -82,7 +82,7 @@ async def run_program(words: list[str | Path], servers: dict[str, str], folder: 
     """
     offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": str(folder)}
     # programs import `steps` from their own folder, which PYTHONSAFEPATH of an earlier test hides
-    dropped = ("OPENAI_", "ANTHROPIC_", "PYTHONSAFEPATH")
+    dropped = ("OPENAI_", "ANTHROPIC_", "CLAUDE", "PYTHONSAFEPATH")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     text = await _output(*words, environment=kept | offline | servers, folder=folder)
     print(text)  # tracebacks of failed steps

@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import tokenizer_folders
 from fake_engine import FakeEngine, Script, Served, serve
@@ -18,6 +19,7 @@ from engine.api import EngineRequest
 from engine.text.tokenizer import Tokenizer
 
 MODEL = "puppet"
+_PLANS = re.compile(r"""<<(\\?"[^<>]*?"|[\[{].*?[\]}])>>""", re.DOTALL)
 KNOWN = {
     "value of magic_function(3)": [["magic_function", {"input": 3}]],
     "Create a customer named '你好啊集团'": [["unicode_customer", {"customer_name": "你好啊集团"}]],
@@ -31,12 +33,19 @@ KNOWN = {
 def turn(prompt: str) -> str:
     """Return the text of the model's turn that the prompt asks for."""
     number = prompt.count("<|im_start|>assistant") - 1
-    plans = [json.loads(text) for text in re.findall(r"<<(.*?)>>", prompt, re.DOTALL)]
+    plans = [_plan(text) for text in _PLANS.findall(prompt)]
     plans = plans or [plan for question, plan in KNOWN.items() if question in prompt][:1]
     if number >= len(plans):
         return "Done."
     plan = plans[number]
     return plan if isinstance(plan, str) else "\n".join(map(_call, plan))
+
+
+def _plan(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # some agents quote the user's text
+        return json.loads(text.replace(r"\"", '"'))
 
 
 def _call(call: Sequence[object]) -> str:
@@ -54,6 +63,6 @@ async def puppet_server(folder: Path) -> AsyncIterator[Served]:
         prompt = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
         return Script([*tokenizer.encode(turn(prompt)), eos], burst=3)
 
-    engine = FakeEngine(script, eos_token_ids=frozenset({eos}), max_model_len=131_072)
+    engine = FakeEngine(script, eos_token_ids=frozenset({eos}), max_model_len=262_144, cache_tokens=400_000)
     async with serve(engine, tokenizer, served_model_name=(MODEL,)) as served:
         yield served
