@@ -1,5 +1,6 @@
 """A session goes on whatever its past holds: every item and block of the official clients' types is served."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin
@@ -67,8 +68,12 @@ RESULTS = [
     for kind in members(union)
 ]
 DEEP = '{"a":' + "[" * 300 + "]" * 300 + "}"
+DEEP_LIST = json.loads(DEEP)
 SEEN: Any = {"role": "tool", "tool_call_id": "c1"}
 CALLING: Any = {"role": "assistant", "tool_calls": [CALL]}
+NESTED: Any = {"type": "text", "text": "x"}
+for _ in range(400):
+    NESTED = {"type": "search_result", "content": [NESTED]}
 FUTURE: Any = {"type": "telepathy_call", "thoughts": [{"deep": "x"}], "data": PNG}
 USE: Any = {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
 FC: Any = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
@@ -76,7 +81,7 @@ FC: Any = {"type": "function_call", "call_id": "c1", "name": "weather", "argumen
 
 def chat_pasts() -> Iterator[list[Any]]:
     yield from ([HI, message] for message in CHAT_MESSAGES)
-    for part in (*CHAT_PARTS, PICTURE, FUTURE, "text", {"type": "thinking", "thinking": "x"}):
+    for part in (*CHAT_PARTS, PICTURE, FUTURE, NESTED, {"a": DEEP_LIST}, "text", {"type": "thinking", "thinking": "x"}):
         yield from ([{"role": role, "content": [part]}] for role in ("user", "assistant", "system", "tool"))
         yield [
             HI,
@@ -98,7 +103,7 @@ def chat_pasts() -> Iterator[list[Any]]:
 def message_pasts() -> Iterator[list[Any]]:
     for block in (*BLOCKS, FUTURE):
         yield from ([HI, {"role": role, "content": [block]}, {"role": "assistant", "content": "x"}] for role in ROLES)
-    for block in (*RESULTS, FUTURE, "text"):
+    for block in (*RESULTS, FUTURE, NESTED, "text"):
         result = {"type": "tool_result", "tool_use_id": "c1", "content": [block]}
         yield [HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
         yield [HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result, PICTURE]}]

@@ -28,13 +28,15 @@ _MAX_KIND_CHARS = 64
 _OMITTED = "..."
 
 
-def note(part: Any) -> str:
+def note(part: Any, depth: int = 0) -> str:
     """Return the text of a part or item, or a short text in its place; its type may be unknown."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
         return _json(part)
-    text = _text(part)
+    if depth > _MAX_DEPTH:
+        return _OMITTED
+    text = _text(part, depth)
     if text is not None:
         return text
     kind = str(part.get("type") or ("item_reference" if part.keys() == {"id"} else ""))[:_MAX_KIND_CHARS]
@@ -56,7 +58,7 @@ def note(part: Any) -> str:
     return f"[{kind}: {shown if isinstance(shown, str) else _json(shown)}]" if shown else f"[{kind}]"
 
 
-def _text(part: Mapping[str, Any]) -> str | None:
+def _text(part: Mapping[str, Any], depth: int = 0) -> str | None:
     """Return the text of a part that has no other content, else None."""
     match part:
         case {"type": kind, "text": str(text)} if kind in _TEXTS:
@@ -66,9 +68,9 @@ def _text(part: Mapping[str, Any]) -> str | None:
         case {"type": "document", "source": {"type": "text", "data": str(text)}}:
             return _titled(part, text)
         case {"type": "document", "source": {"type": "content", "content": content}}:
-            return _titled(part, joined(content))
+            return _titled(part, joined(content, depth + 1))
         case {"type": "search_result", "content": content}:
-            return _titled(part, joined(content))
+            return _titled(part, joined(content, depth + 1))
     return None
 
 
@@ -77,9 +79,12 @@ def _titled(part: Mapping[str, Any], text: str) -> str:
     return "\n".join([*(head for head in heads if isinstance(head, str)), text])
 
 
-def joined(content: Any) -> str:
+def joined(content: Any, depth: int = 0) -> str:
     """Return a content of any form as text."""
-    return "\n".join(map(note, content)) if isinstance(content, list) else "" if content is None else note(content)
+    if content is None:
+        return ""
+    parts = content if isinstance(content, list) else [content]
+    return "\n".join([note(part, depth) for part in parts])
 
 
 def _cleaned(value: Any, depth: int) -> Any:

@@ -193,9 +193,11 @@ class Authentication:
     def _find(self, scope: Scope) -> Key | None:
         """Find the first valid key in `authorization` (OpenAI) and `x-api-key` (Anthropic): one of them may be a dummy,
         or the `Basic` of a proxy."""
-        sent = sorted((name, value) for name, value in scope["headers"] if name in _KEY_HEADERS)
-        for name, value in sent:
-            scheme, _, key = value.partition(b" ") if name == b"authorization" else (b"bearer", b"", value)
+        for header in _KEY_HEADERS:
+            values = [value for name, value in scope["headers"] if name == header]
+            if len(values) != 1:  # two keys in one header are ambiguous
+                continue
+            scheme, _, key = values[0].partition(b" ") if header == b"authorization" else (b"bearer", b"", values[0])
             if scheme.lower() == b"bearer" and (found := self._keys.ring.find(key.strip())) is not None:
                 return found
         return None
