@@ -53,7 +53,8 @@ def multiply(x: Tensor, tiles: Tensor, group: int, both: Tensor) -> Tensor:
 
 def scaled_product(rows: Tensor, by_group: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """The product that cuBLAS defines: of blocks of 128, with padded scales and groups of tokens side by side."""
-    assert by_group.stride(0) == 1 and scales.shape[1] % 4 == 0 and scales.is_contiguous()
+    assert len(rows) % 4 == 0 and by_group.stride() == (1, len(rows))
+    assert scales.shape[1] % 4 == 0 and scales.is_contiguous()
     x = rows.float().view(len(rows), -1, 128) * by_group[..., None]
     return (x.flatten(1) @ BlockWeight(values, scales, (128, 128), torch.float32).dense().t()).bfloat16()
 

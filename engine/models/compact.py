@@ -20,6 +20,8 @@ from engine.models.quantized import BlockWeight, PackedWeight, as_bytes, group_o
 
 FEW_ROWS = 32
 """Rows up to which tiles are multiplied as they are; they are read once for each 8 or 16 rows."""
+_ROW_MULTIPLE = 4
+"""Rows of a product of blocks: columns of scales hold multiples of 16 bytes, and one row has other strides."""
 _OUTPUTS, _DEPTH = 8, 16  # of a tile: outputs, and inputs per inner tile
 BLOCK = 128
 """Outputs and inputs of a block that a product takes."""
@@ -116,9 +118,11 @@ class Blocks:
         return weight.block == (BLOCK, BLOCK) and weight.dtype == torch.bfloat16
 
     def product(self, weight: BlockWeight, x: Tensor) -> Tensor:
+        num_rows = len(x)
+        x = functional.pad(x, (0, 0, 0, -num_rows % _ROW_MULTIPLE))
         values, scales = self._rounding.by_row(x.reshape(-1, BLOCK))
         by_group = scales.view(len(x), -1).t().contiguous().t()  # tokens lie side by side
-        return self._multiply(values.view(x.shape), by_group, weight.values, weight.scales)
+        return self._multiply(values.view(x.shape), by_group, weight.values, weight.scales)[:num_rows]
 
 
 def _scaled_product(rows: Tensor, by_group: Tensor, values: Tensor, scales: Tensor) -> Tensor:
@@ -212,20 +216,20 @@ def make_compact(
 def check(device: torch.device, *, tiles: Tiles | None = None, blocks: Blocks | None = None) -> str:
     """Return how the products on this device differ from those of unpacked weights, one line; empty if they agree."""
     numbers = torch.Generator().manual_seed(0)
-    dense, x = (torch.randn(size, 512, generator=numbers).bfloat16() for size in (256, FEW_ROWS))
-    x = x.to(device)
+    dense, x = (torch.randn(size, 512, generator=numbers).bfloat16().to(device) for size in (256, FEW_ROWS))
+    batches = [x[:1], x[:3], x]  # libraries have other rules for one row and for odd numbers of rows
     try:
         if tiles is not None:
-            packed = pack_weight(dense.to(device), 64)
+            packed = pack_weight(dense, 64)
             weight = tiles.weight_of(packed)
             assert weight is not None, "tiles divide this weight"
             if not torch.equal(pack_values(weight.values()), packed.values):
                 return "values are lost in tiles of 4 bits"
-            error = _error(tiles.product(weight, x), x, packed.unpacked())
+            error = max(_error(tiles.product(weight, each), each, packed.unpacked()) for each in batches)
         else:
             assert blocks is not None, "nothing to compare"
-            block = block_weight(dense.to(device))
-            error = _error(blocks.product(block, x), x, block.unpacked())
+            block = block_weight(dense)
+            error = max(_error(blocks.product(block, each), each, block.unpacked()) for each in batches)
     except Exception as raised:  # of torch, its libraries, or the driver
         return f"raised {type(raised).__name__}: {str(raised).strip().partition(chr(10))[0][:200]}"
     return "" if error <= _TOLERANCE else f"differs from unpacked weights by {error:.2g}"
