@@ -50,7 +50,7 @@ async def test_a_whole_answer(served: Served, tokenizer: Tokenizer) -> None:
     assert answer.choices[0].message.content == "hello wörld 🙂"
     assert answer.choices[0].finish_reason == "stop"
     prompt = served.engine.requests[0].prompt_token_ids
-    assert list(prompt) == tokenizer.encode_chat(HI)
+    assert list(prompt) == await asyncio.to_thread(tokenizer.encode_chat, HI)
     assert answer.usage.prompt_tokens == len(prompt) and answer.usage.completion_tokens == size
     assert answer.usage.total_tokens == len(prompt) + size
     assert answer.usage.prompt_tokens_details.cached_tokens == len(prompt) // 2
@@ -276,7 +276,7 @@ async def test_token_ids_in_the_answer(served: Served, tokenizer: Tokenizer) -> 
     ids = [*tokenizer.encode("hello wörld 🙂"), tokenizer.eos_token_id]
     answer = (await post(served, {"return_token_ids": True})).json()
     assert answer["choices"][0]["token_ids"] == ids
-    assert answer["prompt_token_ids"] == tokenizer.encode_chat(HI)
+    assert answer["prompt_token_ids"] == await asyncio.to_thread(tokenizer.encode_chat, HI)
     chunks = await chunks_of(served, extra_body={"return_token_ids": True})
     assert [i for chunk in chunks for i in chunk.choices[0].token_ids] == ids
     assert [hasattr(chunk, "prompt_token_ids") for chunk in chunks] == [True] + [False] * (len(chunks) - 1)

@@ -13,7 +13,7 @@ import tokenizer_folders as folders
 from fake_engine import MODEL, FakeEngine, say, serve
 
 from engine.errors import InvalidRequestError
-from engine.text.renderer import TemplateRenderer
+from engine.text.renderer import TemplateRenderer, _Process
 from engine.text.tokenizer import Tokenizer
 
 ENDLESS = "{%- for a in range(99999) %}{%- for b in range(99999) %}{%- endfor %}{%- endfor %}"
@@ -96,3 +96,21 @@ async def test_a_chat_whose_template_explodes_gets_an_answer(tmp_path: Path) -> 
             answer = await client.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
             assert answer.status_code == status, answer.text
         assert "memory" not in answer.text
+
+
+def test_the_answer_of_an_interrupted_rendering_is_not_taken_for_the_next_one(
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = _Process.ask
+
+    def interrupted(process: _Process, job: bytes) -> tuple[str, str]:
+        assert process._child.stdin is not None
+        process._child.stdin.write(job)
+        process._child.stdin.flush()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Process, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        render(renderer, PLAIN, "first")
+    monkeypatch.setattr(_Process, "ask", ask)
+    assert [render(renderer, PLAIN, each) for each in ("second", "third")] == ["second", "third"]

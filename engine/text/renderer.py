@@ -150,6 +150,9 @@ class TemplateRenderer:
                         self.warm_up()
                         return "time", ""
                     continue
+                except BaseException:  # its answer may still come, and must not be taken for the next one's
+                    process.kill()
+                    raise
                 self._idle.append(process)
                 return answer
         return "failed", "its process ends"
