@@ -206,7 +206,7 @@ def _responses(model: str) -> Iterator[Bomb]:
     yield Bomb("responses: a text of words", RESPONSES, filled(head + '"input":"', "the quick brown fox ", '"}'))
     yield Bomb("responses: instructions", RESPONSES, filled(head + '"input":"x","instructions":"', "a b ", '"}'))
     long_type = filled(items + '{"content":"x","type":"', "x", '"}]}')
-    yield Bomb("responses: a long type", RESPONSES, long_type)
+    yield Bomb("responses: a long type", RESPONSES, long_type, (200,))  # a note of its first characters stands for it
 
 
 def _messages(model: str) -> Iterator[Bomb]:

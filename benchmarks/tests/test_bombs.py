@@ -331,9 +331,9 @@ async def test_where_it_is_wrong_is_still_told(served: Served) -> None:
         assert await told(messages=nameless) == ("missing_required_parameter", "messages[1].role")
         assert await told(stream_options=names, stream=True) == ("unknown_parameter", "stream_options.x0")
         assert await told(logit_bias=names) == ("invalid_value", "logit_bias")
-        assert await told(messages=[{"role": "assistant", "tool_calls": [{}] * 9}]) == (
+        assert await told(tools=[{"type": "function", "function": {}}] * 9) == (
             "missing_required_parameter",
-            "messages[0].tool_calls[0].id",
+            "tools[0].function.name",
         )
         assert await told(metadata=[[]] * 40_000) == ("too_many_values", None)
 
