@@ -240,8 +240,9 @@ async def test_a_fault_at_any_operation_pauses_and_goes_on(tokenizer: Tokenizer,
             for file_id in (ended.input_file_id, ended.output_file_id, ended.error_file_id):
                 await client.files.delete(file_id)
         assert number >= 8, "journal: write, sync, folder; two results: create, write, sync, rename, folder"
+        await eventually(lambda: not leftovers(tmp_path)["journals"])  # a thread removes it after the end is known
         state = leftovers(tmp_path)
-        assert len(state["files"]) == 3 and not state["tmp"] and not state["journals"]
+        assert len(state["files"]) == 3 and not state["tmp"]
 
 
 async def test_any_errno_pauses_a_batch_and_runs_no_line_again(

@@ -17,6 +17,7 @@ from batch_tools import (
     check_ended,
     client_of,
     create,
+    eventually,
     jsonl,
     keys_of,
     leftovers,
@@ -88,6 +89,7 @@ async def test_from_upload_to_results(ready: Ready, tmp_path: Path, endpoint: st
     assert batch.usage.input_tokens_details.cached_tokens > 0
     assert all(r.request_class is RequestClass.OFFLINE and r.final_only for r in served.engine.requests)
     assert {r.deadline for r in served.engine.requests} == {batch.expires_at}
+    await eventually(lambda: not leftovers(tmp_path / "state")["journals"])  # removed after the end is known
     left = leftovers(tmp_path / "state")
     assert left == {"files": sorted([file.id, batch.output_file_id]), "journals": [], "tmp": []}
 

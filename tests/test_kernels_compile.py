@@ -262,7 +262,7 @@ def test_start_of_a_step(arch: int, count: int) -> None:
     sizes = (8196,), (count, 8), (256, 500), (count,)
     control, base, tables, ids = (meta(*size, dtype=torch.int32) for size in sizes)
     uniform, work = meta(count, dtype=torch.float64), DecodeWork(count, count + 66, 128, META)
-    (binary,) = launched(arch, begin_step, control, base, tables, ids, ids, uniform, work)
+    (binary,) = launched(arch, begin_step, control, base, tables, ids, ids, ids, uniform, work)
     check(binary, arch)
     assert binary.registers <= 64
 
