@@ -16,7 +16,7 @@ from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text.tokenizer import Tokenizer
 from gateway import endpoints, health
-from gateway.batch import files, message_batches, parts, usage
+from gateway.batch import files, message_batches, usage
 from gateway.batch import routes as batches
 from gateway.batch.limits import BatchLimits, BatchState
 from gateway.batch.line import LineRunner
@@ -137,10 +137,7 @@ def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) 
     config = context.config
     # the middleware added last is the outermost
     held_bytes = MAX_HELD_BODIES * MAX_BODY_BYTES
-    streamed = {
-        "/v1/files": max_file_bytes + MAX_OVERHEAD,
-        "/v1/uploads/*/parts": parts.MAX_PART_BYTES + MAX_OVERHEAD,
-    }
+    streamed = {"/v1/files": max_file_bytes + MAX_OVERHEAD}
     larger = {message_batches.PATH: message_batches.MAX_BODY_BYTES}
     app.add_middleware(
         BodyLimit, max_body_bytes=MAX_BODY_BYTES, max_held_bytes=held_bytes, streamed=streamed, larger=larger
@@ -190,7 +187,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.metrics.registry.register(BatchCollector(worker, ownership, notifier))
     app.state.batches = BatchState(folder, limits, worker, tenants, rules)
     context.metrics.on_end.append(partial(usage.count_request, tenants, context.metrics.engine_time))
-    for resource in (files, parts, batches, message_batches, usage):
+    for resource in (files, batches, message_batches, usage):
         app.include_router(resource.router)
 
 

@@ -64,19 +64,19 @@ async def create_file(request: Request) -> Response:
     state, tenant = state_of(request), tenant_of(request)
     quota = context_of(request).keys.quota(tenant).bytes
     async with state.uploads.place(tenant):
-        max_bytes = await room(request, quota)
+        max_bytes = await _room(request, quota)
         temp = await to_thread.run_sync(state.folder.create_temp)
         try:
-            upload = await receive(request, temp, max_bytes)
+            upload = await _receive(request, temp, max_bytes)
             file = _file_object(upload, temp.size, tenant, state.now())
-            await store_file(state, temp, file, quota)
+            await _store_file(state, temp, file, quota)
         except ApiError as error:
             if error.status == 413 and quota is not None and max_bytes < state.limits.file_bytes:
-                raise quota_reached(quota, quota - max_bytes) from None
+                raise _quota_reached(quota, quota - max_bytes) from None
             raise
         except StorageQuota as error:
             assert quota is not None
-            raise quota_reached(quota, error.used) from None
+            raise _quota_reached(quota, error.used) from None
         finally:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(temp.discard)
@@ -93,10 +93,10 @@ async def store_content(request: Request, content: bytes, filename: str) -> File
             await to_thread.run_sync(_write, state, temp, content)
             now = state.now()
             file = FileObject(new_file_id(), tenant, temp.size, now, filename, "batch", now + DEFAULT_EXPIRY)
-            await store_file(state, temp, file, quota)
+            await _store_file(state, temp, file, quota)
         except StorageQuota as error:
             assert quota is not None
-            raise quota_reached(quota, error.used) from None
+            raise _quota_reached(quota, error.used) from None
         finally:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(temp.discard)
@@ -108,7 +108,7 @@ def _write(state: BatchState, temp: DiskFile, content: bytes) -> None:
         temp.write(content)
 
 
-async def room(request: Request, quota: int | None) -> int:
+async def _room(request: Request, quota: int | None) -> int:
     """Return the maximum size of the upload in bytes. Raise ApiError 413 if it exceeds the tenant's remaining quota.
 
     Not 507, which clients retry as a server error.
@@ -120,18 +120,18 @@ async def room(request: Request, quota: int | None) -> int:
     announced = request.headers.get("content-length", "0")
     least = int(announced[:20]) - MAX_OVERHEAD if announced.isdigit() else 0
     if max(1, least) > quota - used:
-        raise quota_reached(quota, used)
+        raise _quota_reached(quota, used)
     return min(state.limits.file_bytes, quota - used)
 
 
-def quota_reached(quota: int, used: int) -> ApiError:
+def _quota_reached(quota: int, used: int) -> ApiError:
     return limit_reached("bytes", quota, f"{used} bytes are stored; delete files that are not needed", status=413)
 
 
-async def receive(request: Request, temp: DiskFile, max_bytes: int, name: str = "file") -> Upload:
+async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> Upload:
     """Parse the body into the file, in pieces large enough for a thread hop. Raises ApiError, StorageError."""
     check_encoding(request)
-    parser = UploadParser(request.headers.get("content-type", ""), temp, max_bytes, name)
+    parser = UploadParser(request.headers.get("content-type", ""), temp, max_bytes)
     pieces = bytearray()
     async for chunk in request.stream():
         pieces += chunk
@@ -171,7 +171,7 @@ def _expiry(fields: dict[str, str]) -> int:
     return int(seconds)
 
 
-async def store_file(state: BatchState, temp: DiskFile, file: FileObject, quota: int | None) -> None:
+async def _store_file(state: BatchState, temp: DiskFile, file: FileObject, quota: int | None) -> None:
     """Announce the id, then store body and row: the next start removes the leftovers of a crash in between.
 
     Raises StorageQuota and StorageError.

@@ -53,12 +53,9 @@ class Upload:
 
 
 class UploadParser:
-    """Parse a body: call `feed` for each piece, then `finish`. Raises ApiError 400, 413 or 415, or StorageError.
+    """Parse a body: call `feed` for each piece, then `finish`. Raises ApiError 400, 413 or 415, or StorageError."""
 
-    `name`: parameter with the content.
-    """
-
-    def __init__(self, content_type: str, file: DiskFile, max_file_bytes: int, name: str = "file") -> None:
+    def __init__(self, content_type: str, file: DiskFile, max_file_bytes: int) -> None:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
         if kind != b"multipart/form-data":
@@ -67,7 +64,6 @@ class UploadParser:
             _refuse("The upload has no multipart boundary.", code="invalid_multipart")
         self.upload = Upload({})
         self._file = file
-        self._name = name
         self._max_file_bytes = max_file_bytes
         self._num_bytes = 0
         self._num_parts = 0
@@ -117,7 +113,7 @@ class UploadParser:
             part = "the first boundary" if self._preamble is not None else "the last boundary"
             _refuse(f"The multipart body ended before {part}.", code="invalid_multipart")
         if self.upload.filename is None:
-            _refuse(f"Missing required parameter: '{self._name}'.", self._name, "missing_required_parameter")
+            _refuse("Missing required parameter: 'file'.", "file", "missing_required_parameter")
         return self.upload
 
     def _callbacks(self) -> "MultipartCallbacks":
@@ -154,7 +150,7 @@ class UploadParser:
         name = options.get(b"name", b"").decode("utf-8", "replace")
         if kind != b"form-data" or not name:
             _refuse("A part of the multipart body has no name.", code="invalid_multipart")
-        if name == self._name:
+        if name == "file":
             self._begin_file(_extended_filename(header) or options.get(b"filename"))
             return
         if name not in FIELDS:
@@ -165,7 +161,7 @@ class UploadParser:
 
     def _begin_file(self, raw_name: bytes | None) -> None:
         if raw_name is None:
-            _refuse(f"'{self._name}' must be a file with a file name.", self._name)
+            _refuse("'file' must be a file with a file name.", "file")
         if self.upload.filename is not None:
             _refuse("Exactly one file can be uploaded at a time.", "file")
         name = raw_name.decode("utf-8", "replace")

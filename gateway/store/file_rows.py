@@ -2,28 +2,14 @@
 delete while they page use its id as a cursor."""
 
 from collections.abc import Sequence
-from dataclasses import astuple
 
-from gateway.store.objects import (
-    PART,
-    FileInUse,
-    FileObject,
-    Page,
-    StorageQuota,
-    UnknownCursor,
-    UploadObject,
-    UploadStatus,
-    WrongPart,
-)
+from gateway.store.objects import FileInUse, FileObject, Page, StorageQuota, UnknownCursor
 from gateway.store.rows import Row, insert_file, read_file_row
 from gateway.store.writer import OBJECTS, RowConnection, Rows, exclusive, transaction
 
 TOMBSTONE_SECONDS = 24 * 3600
 UNFINISHED_STATES = "('validating', 'in_progress', 'finalizing', 'cancelling')"
 _IN_USE = f"EXISTS (SELECT 1 FROM batches b WHERE b.input_file_id = files.id AND b.status IN {UNFINISHED_STATES})"
-_VISIBLE = f"purpose != '{PART}'"
-UPLOAD_ROWS_SECONDS = 7 * 24 * 3600
-"""Seconds for which the row of an upload stays after the upload has expired."""
 _STORED = "deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)"
 
 
@@ -59,7 +45,7 @@ class FileRows(Rows):
         self, connection: RowConnection, tenant: str | None, page: Page, purpose: str | None, now: int
     ) -> tuple[list[FileObject], bool]:
         """Return a page, and whether more files follow. Raises UnknownCursor."""
-        where = f"{owned(tenant)} AND {_STORED} AND {_VISIBLE}"
+        where = f"{owned(tenant)} AND {_STORED}"
         values: dict[str, str | int | None] = {"tenant": tenant, "now": now, "purpose": purpose}
         if purpose is not None:
             where += " AND purpose = :purpose"
@@ -113,68 +99,6 @@ class FileRows(Rows):
         return {file_id for file_id in file_ids if connection.execute(query, (file_id,)).fetchone()}
 
 
-class UploadRows(Rows):
-    """Rows of uploads in parts. The parts are rows of files with the purpose PART."""
-
-    @transaction
-    def add_upload(self, connection: RowConnection, upload: UploadObject) -> None:
-        """Add an upload, and remove rows of uploads that expired long ago."""
-        old = upload.created_at - UPLOAD_ROWS_SECONDS
-        connection.execute("DELETE FROM uploads WHERE expires_at < ?", (old,))
-        marks = ", ".join("?" * len(astuple(upload)))
-        connection.execute(f"INSERT INTO uploads VALUES ({marks}) ON CONFLICT DO NOTHING", astuple(upload))
-
-    @transaction
-    def get_upload(self, connection: RowConnection, tenant: str, upload_id: str) -> UploadObject | None:
-        query = "SELECT * FROM uploads WHERE id = ? AND tenant = ?"
-        row = connection.execute(query, (upload_id, tenant)).fetchone()
-        return None if row is None else _read_upload(row)
-
-    @transaction
-    def part_sizes(self, connection: RowConnection, upload: UploadObject, part_ids: Sequence[str]) -> list[int]:
-        """Return the size in bytes of each part. Raises WrongPart for one that is unknown or named twice."""
-        query = "SELECT id, bytes FROM files WHERE filename = ? AND purpose = 'upload_part' AND deleted_at IS NULL"
-        sizes = {row["id"]: int(row["bytes"]) for row in connection.execute(query, (upload.id,))}
-        try:
-            return [sizes.pop(part_id) for part_id in part_ids]
-        except KeyError as error:
-            name = str(error.args[0])[:64].replace("file-", "part_")
-            raise WrongPart(f"'{name}' is no part of this upload, or it is named twice.") from None
-
-    @exclusive(OBJECTS)
-    def complete_upload(self, connection: RowConnection, upload_id: str, file: FileObject, now: int) -> list[str]:
-        """Replace the parts of a pending upload by its file, and return the ids of the parts. Raises WrongPart."""
-        changed = connection.execute(
-            "UPDATE uploads SET status = ?, file_id = ? WHERE id = ? AND (status = 'pending' OR file_id = ?)",
-            (UploadStatus.COMPLETED.value, file.id, upload_id, file.id),
-        )
-        if not changed.rowcount:
-            raise WrongPart("The upload has ended; create a new one.")
-        insert_file(connection, file)
-        return _delete_parts(connection, upload_id, now)
-
-    @exclusive(OBJECTS)
-    def cancel_upload(self, connection: RowConnection, upload_id: str, now: int) -> list[str]:
-        """Cancel a pending upload, and return the ids of its parts."""
-        query = "UPDATE uploads SET status = ? WHERE id = ? AND status = 'pending'"
-        changed = connection.execute(query, (UploadStatus.CANCELLED.value, upload_id))
-        return _delete_parts(connection, upload_id, now) if changed.rowcount else []
-
-
-def _delete_parts(connection: RowConnection, upload_id: str, now: int) -> list[str]:
-    rows = connection.execute(
-        "UPDATE files SET deleted_at = ? WHERE filename = ? AND purpose = 'upload_part' AND deleted_at IS NULL "
-        "RETURNING id",
-        (now, upload_id),
-    )
-    return [row["id"] for row in rows]
-
-
-def _read_upload(row: Row) -> UploadObject:
-    values = dict(row)
-    return UploadObject(**{**values, "status": UploadStatus(values["status"])})
-
-
 def _stored_bytes(connection: RowConnection, tenant: str, now: int) -> int:
     query = f"SELECT COALESCE(SUM(bytes), 0) AS used FROM files WHERE tenant = :tenant AND {_STORED}"
     return int(connection.execute(query, {"tenant": tenant, "now": now}).fetchone()["used"])
@@ -182,7 +106,7 @@ def _stored_bytes(connection: RowConnection, tenant: str, now: int) -> int:
 
 def find_file(connection: RowConnection, tenant: str | None, file_id: str, now: int) -> FileObject | None:
     values = {"tenant": tenant, "id": file_id, "now": now}
-    query = f"SELECT * FROM files WHERE id = :id AND {owned(tenant)} AND {_STORED} AND {_VISIBLE}"
+    query = f"SELECT * FROM files WHERE id = :id AND {owned(tenant)} AND {_STORED}"
     row = connection.execute(query, values).fetchone()
     return None if row is None else read_file_row(row)
 

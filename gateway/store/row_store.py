@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gateway.http.quotas import Load
 from gateway.store.batch_rows import BatchRows
-from gateway.store.file_rows import UNFINISHED_STATES, FileRows, UploadRows, owned
+from gateway.store.file_rows import UNFINISHED_STATES, FileRows, owned
 from gateway.store.lease_rows import ELSEWHERE, LeaseRows, ServerRows
 from gateway.store.objects import TERMINAL, UNFINISHED, Channel, Holdings, Notice, Usage
 from gateway.store.rows import read_batch_row, repair_batch
@@ -231,7 +231,7 @@ class NoticeRows(Rows):
         connection.execute(query, (notice.batch, notice.channel.value))
 
 
-class RowStore(FileRows, UploadRows, BatchRows, LeaseRows, TenantRows, NoticeRows, RecoveryRows):
+class RowStore(FileRows, BatchRows, LeaseRows, TenantRows, NoticeRows, RecoveryRows):
     """`writer`: the open database; the store closes it. `is_shared`: other servers use the database too."""
 
     def __init__(self, writer: Writer, *, is_shared: bool = False) -> None:

@@ -65,20 +65,6 @@ CREATE TABLE lines (
 
 """
 _ANNOUNCED = "CREATE TABLE announced (id TEXT NOT NULL PRIMARY KEY, run TEXT NOT NULL) STRICT, WITHOUT ROWID"
-_UPLOADS = """
-CREATE TABLE uploads (
-    id TEXT NOT NULL PRIMARY KEY,
-    tenant TEXT NOT NULL,
-    bytes INTEGER NOT NULL,
-    created_at INTEGER NOT NULL,
-    expires_at INTEGER NOT NULL,
-    filename TEXT NOT NULL,
-    file_seconds INTEGER NOT NULL,
-    status TEXT NOT NULL,
-    file_id TEXT
-) STRICT, WITHOUT ROWID;
-CREATE INDEX files_by_upload ON files (filename) WHERE purpose = 'upload_part' AND deleted_at IS NULL
-"""
 _NOTICES = """
 CREATE TABLE notices (
     batch TEXT NOT NULL,
@@ -108,7 +94,7 @@ CREATE TABLE runs (
     PRIMARY KEY (batch, run)
 ) STRICT, WITHOUT ROWID
 """
-SCHEMA = ";".join((_TABLES.rstrip().removesuffix(";"), _ANNOUNCED, _UPLOADS, _NOTICES, _LEASES))
+SCHEMA = ";".join((_TABLES.rstrip().removesuffix(";"), _ANNOUNCED, _NOTICES, _LEASES))
 SHARED = """
 CREATE TABLE IF NOT EXISTS key_lines (
     id INTEGER NOT NULL PRIMARY KEY CHECK (id = 1),
@@ -145,6 +131,26 @@ UPDATE batches SET idempotency_key = NULL, idempotency_digest = NULL WHERE tenan
 UPDATE batches SET tenant = 'default' WHERE tenant = '';
 UPDATE files SET tenant = 'default' WHERE tenant = ''
 """
+_UPLOADS = """
+CREATE TABLE uploads (
+    id TEXT NOT NULL PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    filename TEXT NOT NULL,
+    file_seconds INTEGER NOT NULL,
+    status TEXT NOT NULL,
+    file_id TEXT
+) STRICT, WITHOUT ROWID;
+CREATE INDEX files_by_upload ON files (filename) WHERE purpose = 'upload_part' AND deleted_at IS NULL
+"""
+# The next cleanup of expired files removes the parts of uploads.
+_NO_UPLOADS = """
+UPDATE files SET expires_at = 0 WHERE purpose = 'upload_part';
+DROP INDEX files_by_upload;
+DROP TABLE uploads
+"""
 OLDEST = 2
 UPGRADES = {
     2: _DEFAULT_TENANT,
@@ -154,6 +160,7 @@ UPGRADES = {
     6: "",
     7: f"ALTER TABLE lines ADD COLUMN output_tokens INTEGER NOT NULL DEFAULT 0;{_LEASES}",
     8: "ALTER TABLE batches ADD COLUMN engine_us INTEGER NOT NULL DEFAULT 0",
+    9: _NO_UPLOADS,
 }
 """Scripts from each version to the next."""
 VERSION = 1 + max(UPGRADES)
