@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -21,10 +21,9 @@ from gateway.batch import routes as batches
 from gateway.batch.limits import BatchLimits, BatchState
 from gateway.batch.line import LineRunner
 from gateway.batch.metrics import BatchCollector
-from gateway.batch.notices import CommandRunner, Notifier, Sender, read_command
+from gateway.batch.notices import Notifier, read_target
 from gateway.batch.tenants import Ownership, TenantExchange
 from gateway.batch.uploads import MAX_OVERHEAD
-from gateway.batch.webhooks import WebhookRules, WebhookSender, read_rules
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
@@ -37,7 +36,6 @@ from gateway.http.quotas import Admissions
 from gateway.models import ModelNames
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
-from gateway.store.objects import Channel
 from gateway.telemetry.metrics import GatewayMetrics, LoopLag
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.tracing import TraceHeaders, Traces, find_endpoint
@@ -172,8 +170,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
         models=context.models,
     )
     ownership = Ownership(folder.store, keys)
-    rules = read_rules(os.environ)
-    notifier = Notifier(folder.store, _senders(rules, read_command(os.environ)))
+    notifier = Notifier(folder.store, read_target(os.environ))
     worker.on_end = notifier.wake
     tenants = TenantExchange(
         folder, keys, context.admissions, context.config.host, limits.beat_seconds, context.keys_changed
@@ -185,19 +182,10 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.lifecycle.ask_notice = lambda: folder.notice
     context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
     context.metrics.registry.register(BatchCollector(worker, ownership, notifier))
-    app.state.batches = BatchState(folder, limits, worker, tenants, rules)
+    app.state.batches = BatchState(folder, limits, worker, tenants)
     context.metrics.on_end.append(partial(usage.count_request, tenants, context.metrics.engine_time))
     for resource in (files, batches, message_batches, usage):
         app.include_router(resource.router)
-
-
-def _senders(rules: WebhookRules | None, command: Sequence[str]) -> dict[Channel, Sender]:
-    senders: dict[Channel, Sender] = {}
-    if rules is not None:
-        senders[Channel.WEBHOOK] = WebhookSender(rules)
-    if command:
-        senders[Channel.COMMAND] = CommandRunner(command)
-    return senders
 
 
 def _describe_bodies(app: FastAPI) -> None:

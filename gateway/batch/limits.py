@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, cast
 from anyio import CapacityLimiter
 from starlette.requests import Request
 
-from gateway.batch.webhooks import WebhookRules
 from gateway.http.quotas import UploadPlaces
 from gateway.store.folder import StateFolder
 
@@ -62,8 +61,6 @@ class BatchState:
     limits: BatchLimits
     jobs: "BatchWorker"
     tenants: "TenantExchange"
-    webhooks: WebhookRules | None = None
-    """None: webhooks are refused."""
     readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(READERS))
     """Threads that read and verify files for downloads."""
     uploads: UploadPlaces = field(default_factory=lambda: UploadPlaces(UPLOADS_EACH, UPLOADS_IN_ALL))

@@ -3,16 +3,15 @@
 from collections import Counter
 from collections.abc import Iterator
 from heapq import nsmallest
-from itertools import product
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from gateway.batch.causes import Cause
 from gateway.batch.notices import OUTCOMES, Notifier
 from gateway.batch.tenants import Ownership
 from gateway.batch.worker import BatchWorker
-from gateway.store.objects import UNFINISHED, Channel
+from gateway.store.objects import UNFINISHED
 from gateway.telemetry.engine_metrics import gauge, gauges, totals
 
 MAX_SHOWN = 100
@@ -54,11 +53,8 @@ class BatchCollector(Collector):
         yield totals("batch_line_retries", text, "cause", retries)
         text = "Batches that pause because their lines fail with the same unexpected error."
         yield gauge("batch_jobs_pausing", text, worker.feeder.num_paused)
-        text = "Attempts to report the end of a batch, by channel and outcome."
-        family = CounterMetricFamily("tidemill_batch_reports", text, labels=["channel", "outcome"])
-        for key in product(Channel, OUTCOMES):
-            family.add_metric(key, self._notifier.attempts[key])
-        yield family
+        reports = {outcome: self._notifier.attempts[outcome] for outcome in OUTCOMES}
+        yield totals("batch_reports", "Attempts to report the end of a batch, by outcome.", "outcome", reports)
         text = "1 while the state folder cannot be written and batches pause, else 0."
         yield gauge("storage_fault", text, int(worker.storage_fault() is not None))
         text = "Tenants with files or unfinished batches but without a key, as of the start or the last SIGHUP."

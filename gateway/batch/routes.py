@@ -13,10 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.batch.files import FileExpiry, no_such_file
-from gateway.batch.limits import BatchState, state_of
+from gateway.batch.limits import state_of
 from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
-from gateway.batch.webhooks import SECRETS
 from gateway.context import context_of, is_still_accepted, tenant_of
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import read_json
@@ -29,7 +28,6 @@ from gateway.store.objects import (
     BATCH_ID,
     FILE_ID,
     TERMINAL,
-    WEBHOOK_KEY,
     BatchJob,
     IdempotencyConflict,
     LineQuota,
@@ -91,7 +89,7 @@ async def create_batch(request: Request) -> Response:
     context_of(request).lifecycle.check_accepting()
     state = state_of(request)
     body = await read_json(request, lambda raw: validate(BatchRequest, parse_json(raw)))
-    _check_metadata(state, body.metadata or {})
+    _check_metadata(body.metadata or {})
     if body.endpoint not in ENDPOINTS:
         message = f"'endpoint' must be one of {', '.join(ENDPOINTS)}."
         raise ApiError(400, message, param="endpoint", code="invalid_value")
@@ -115,20 +113,10 @@ async def create_batch(request: Request) -> Response:
     return json_response(created.as_json(notes))
 
 
-def _check_metadata(state: BatchState, metadata: dict[str, str]) -> None:
-    """Raise ApiError 400 for a reserved key and for a webhook that the server does not call."""
-    message = None
-    for key, value in metadata.items():
-        if key == WEBHOOK_KEY and state.webhooks is None:
-            message = f"The server has no {SECRETS} and calls no webhooks; leave out '{WEBHOOK_KEY}'."
-        elif key == WEBHOOK_KEY and state.webhooks is not None:
-            try:
-                state.webhooks.check(value)
-            except ValueError as error:
-                message = f"The URL of '{WEBHOOK_KEY}' cannot be used: {error}."
-        elif key.startswith(OUR_METADATA):
-            message = f"Metadata keys that begin with '{OUR_METADATA}' are reserved; choose another key."
-    if message is not None:
+def _check_metadata(metadata: dict[str, str]) -> None:
+    """Raise ApiError 400 for a reserved key."""
+    if any(key.startswith(OUR_METADATA) for key in metadata):
+        message = f"Metadata keys that begin with '{OUR_METADATA}' are reserved; choose another key."
         raise ApiError(400, message, param="metadata", code="invalid_value")
 
 

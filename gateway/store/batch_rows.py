@@ -25,7 +25,7 @@ from gateway.store.objects import (
     check_transition,
     timestamp_field,
 )
-from gateway.store.rows import insert_batch, insert_file, insert_notices, read_batch_row, read_line_row, read_record_row
+from gateway.store.rows import insert_batch, insert_file, insert_notice, read_batch_row, read_line_row, read_record_row
 from gateway.store.writer import OBJECTS, RowConnection, Rows, exclusive, transaction
 
 MAX_ASKED = 1000
@@ -343,4 +343,4 @@ def _move(connection: RowConnection, batch_id: str, status: BatchStatus, now: in
     )
     if status in TERMINAL:
         connection.execute("DELETE FROM runs WHERE batch = (SELECT seq FROM batches WHERE id = ?)", (batch_id,))
-        insert_notices(connection, batch, status, now)
+        insert_notice(connection, batch, status, now)

@@ -256,27 +256,12 @@ class Holdings(NamedTuple):
     files: int
 
 
-class Channel(StrEnum):
-    """Ways to report the end of a batch."""
-
-    COMMAND = "command"
-    """The command of TIDEMILL_ON_BATCH_END."""
-    WEBHOOK = "webhook"
-    """The URL in the batch's metadata under WEBHOOK_KEY."""
-
-
-WEBHOOK_KEY = "tidemill.webhook"
-
-
 class Notice(NamedTuple):
     """A report of a batch's end that is due at `due_at`, after `attempts` failed attempts."""
 
     batch: str
-    channel: Channel
     tenant: str
     status: str
-    url: str
-    """The webhook; empty for a command."""
     ended_at: int
     attempts: int
     due_at: int

@@ -10,11 +10,9 @@ from typing import Any
 import msgspec
 
 from gateway.store.objects import (
-    WEBHOOK_KEY,
     BatchId,
     BatchJob,
     BatchStatus,
-    Channel,
     Count,
     FileId,
     FileObject,
@@ -129,17 +127,10 @@ def insert_batch(connection: RowConnection, batch: BatchJob, idempotency: tuple[
     connection.execute(f"INSERT INTO batches ({columns}) VALUES ({marks})", tuple(values.values()))
 
 
-def insert_notices(connection: RowConnection, batch: BatchJob, status: BatchStatus, now: int) -> None:
-    """Add the reports of a batch's end that is part of the same transaction."""
-    targets = {Channel.COMMAND: "", Channel.WEBHOOK: (batch.metadata or {}).get(WEBHOOK_KEY)}
-    connection.executemany(
-        "INSERT INTO notices (batch, channel, tenant, status, url, ended_at, due_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            (batch.id, channel.value, batch.tenant, status.value, url, now, now)
-            for channel, url in targets.items()
-            if url is not None
-        ),
-    )
+def insert_notice(connection: RowConnection, batch: BatchJob, status: BatchStatus, now: int) -> None:
+    """Add the report of a batch's end that is part of the same transaction."""
+    query = "INSERT INTO notices (batch, tenant, status, ended_at, due_at) VALUES (?, ?, ?, ?, ?)"
+    connection.execute(query, (batch.id, batch.tenant, status.value, now, now))
 
 
 def read_line_row(row: Row) -> LineRef:
