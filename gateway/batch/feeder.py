@@ -8,17 +8,17 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from engine.panics import CONTROL, as_error
 from gateway.batch.causes import Cause, cause_of, kind_of, retry_after
 from gateway.batch.cluster import Membership
 from gateway.batch.failures import LineFailures
-from gateway.batch.feed import FeedOrder, FinishedLine, Job, Window
+from gateway.batch.feed import FeedOrder, FinishedLine, Job, Runs, Window
 from gateway.batch.finish import INPUT_LOST
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
-from gateway.batch.line_order import LineOrder
 from gateway.batch.output import read_envelopes
 from gateway.batch.result_rows import response_row, unfinished_row
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
@@ -26,6 +26,7 @@ from gateway.http.errors import log_unexpected, to_api_error
 from gateway.store.disk import UnreadableError
 from gateway.store.folder import StateFolder
 from gateway.store.objects import InputError, LineRef, Usage
+from gateway.store.row_store import RowStore
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -33,6 +34,66 @@ RunLine = Callable[[str, dict[str, Any], LineOrigin], Awaitable[LineAnswer]]
 Envelope = dict[str, Any]
 CONTROL_RANK = -1
 """Rank of a control: a line with a result row that runs again to test whether lines can succeed."""
+
+
+MAX_ASKED = 4096
+"""Maximum number of ranks in one query."""
+PROBE_LINES = 8
+"""Lines in a turn of a batch that pauses for a common cause: half have failed before, half have not run yet."""
+
+
+class LineOrder:
+    """Choose the next lines of jobs, in runs (`Runs`). `cluster`: leases of runs."""
+
+    def __init__(self, store: RowStore, window: Window, cluster: Membership) -> None:
+        self._store = store
+        self._window = window
+        self._cluster = cluster
+
+    async def take(self, job: Job, most: int) -> list[LineRef]:
+        """Take up to `most` lines that fit into the window."""
+        probes = job.trials.pauses > 0
+        if job.leases is not None:  # lines beyond the window are for other servers
+            most = max(1, min(most, self._window.max_lines - self._window.lines))
+        most = PROBE_LINES if probes else most
+        old = list(islice(job.retry, most // 2 if probes else most))
+        new = await self._new(job, most - len(old)) if probes or not old else []
+        control = job.trials.control if probes and not new else None
+        refs = self._window.fitting([*old, *new, *([] if control is None else [control])])
+        for _ in range(min(len(refs), len(old))):
+            job.retry.popleft()
+        del job.ahead[: min(len(new), len(refs) - len(old))]
+        return refs
+
+    async def _new(self, job: Job, most: int) -> list[LineRef]:
+        """Return lines that have not run yet. Their ranks are the first ones in `job.ahead`."""
+        asked = most
+        while await self._look_ahead(job, asked):
+            ranks = job.ahead[:asked]
+            found = await self._store.lines_at(job.batch.id, ranks)
+            job.ahead[:asked] = [ref.rank for ref in found]
+            if job.leases is not None:
+                job.leases.lines_ended(set(ranks).difference(job.ahead[: len(found)]))
+            if found:
+                return found[:most]
+            asked = min(2 * asked, MAX_ASKED)  # a restarted job: most lines have results
+        return []
+
+    async def _look_ahead(self, job: Job, count: int) -> bool:
+        """Extend `job.ahead` to at least `count` ranks by further runs; return whether it has any."""
+        runs = Runs(job.batch.total)
+        while len(job.ahead) < count and not job.exhausted:
+            wanted = -(-(count - len(job.ahead)) // runs.size)
+            if job.leases is None:
+                found = list(range(job.next_run, min(job.next_run + wanted, runs.count)))
+                job.next_run += len(found)
+                job.exhausted = job.next_run >= runs.count
+            else:
+                found = await self._cluster.take_runs(job.batch, job.leases, wanted)
+                job.exhausted = len(found) < wanted
+            for index in found:
+                job.ahead += runs.ranks(index)
+        return bool(job.ahead)
 
 
 class LineFeeder:
@@ -63,7 +124,7 @@ class LineFeeder:
         self._wake = wake
         self._ended = ended
         self.order = FeedOrder(limits.window_lines)
-        self._lines = LineOrder(folder.store, window, limits.tail_lines, cluster)
+        self._lines = LineOrder(folder.store, window, cluster)
         self._failures = LineFailures()
         self._paused = False
         self._system_pauses = 0
@@ -135,8 +196,6 @@ class LineFeeder:
             self._window.release(refs)
             return True
         for ref, envelope in zip(refs, envelopes, strict=True):
-            if ref.rank != CONTROL_RANK:
-                job.answers.begin(ref)
             task = asyncio.create_task(self._execute(job, ref, envelope))
             job.running.add(task)
             task.add_done_callback(job.running.discard)
@@ -216,7 +275,6 @@ class LineFeeder:
         if line.ref.rank == CONTROL_RANK:
             self._window.release([line.ref])
         else:
-            job.answers.add(line.ref, line.usage.output_tokens)
             self._results.put(job, line)
             self._ended(line)
 

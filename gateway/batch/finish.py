@@ -8,7 +8,6 @@ from contextlib import suppress
 
 from gateway.batch.input import InputReport, check_apart
 from gateway.batch.journal import JournalReader
-from gateway.batch.lengths import AnswerLengths
 from gateway.batch.limits import BatchLimits
 from gateway.batch.output import ResultBuilder
 from gateway.batch.results import StorageRetry, in_thread, to_end
@@ -94,12 +93,12 @@ class Finisher:
             lambda: self._store.finish_batch(batch.id, end, self._now(), None, None, (0, batch.total))
         )
 
-    async def check_results(self, batch: BatchJob, answers: AnswerLengths) -> int:
+    async def check_results(self, batch: BatchJob) -> int:
         """Verify stored results and rerun lines whose result is damaged or missing. Return the journal offset of the
-        next result, and add the finished lines to `answers`. Raises IllegalTransition."""
+        next result. Raises IllegalTransition."""
         counted = await self._retry.run(lambda: self._store.count_lines(batch.id))
         if counted != (batch.total, 0, 0) or batch.completed or batch.failed:
-            await self._while_readable(lambda lenient: self._retry.run(lambda: self._verify(batch, lenient, answers)))
+            await self._while_readable(lambda lenient: self._retry.run(lambda: self._verify(batch, lenient)))
         return await self._retry.run(lambda: in_thread(lambda: self._end_of(batch.id)))
 
     def _end_of(self, batch_id: str) -> int:
@@ -113,9 +112,8 @@ class Finisher:
             self._folder.disk.sync_folder(journal.parent)
             return end
 
-    async def _verify(self, batch: BatchJob, lenient: bool, answers: AnswerLengths) -> None:
-        answers.clear()
-        journal = JournalReader(self._folder, batch.id, lenient, answers)
+    async def _verify(self, batch: BatchJob, lenient: bool) -> None:
+        journal = JournalReader(self._folder, batch.id, lenient)
         try:
             rank, num_lines = -1, 0
             while records := await self._store.line_records(batch.id, rank, CHECKED_ROWS):

@@ -10,7 +10,6 @@ import os
 import zlib
 from typing import NamedTuple
 
-from gateway.batch.lengths import AnswerLengths
 from gateway.store.disk import UnreadableError, read_errors
 from gateway.store.folder import StateFolder
 from gateway.store.objects import LineRecord, Usage
@@ -48,7 +47,7 @@ def _checksum(batch_id: str, content: bytes) -> bytes:
 
 
 class JournalReader:
-    """Read and verify the rows of one journal, and add their lines to `answers`. The caller must close it.
+    """Read and verify the rows of one journal. The caller must close it.
 
     Attributes:
         damaged: ranks of the lines whose row is missing or changed. With `lenient` this includes unreadable sectors.
@@ -56,13 +55,12 @@ class JournalReader:
         usage: total usage of the intact rows.
     """
 
-    def __init__(self, folder: StateFolder, batch_id: str, lenient: bool, answers: AnswerLengths | None = None) -> None:
+    def __init__(self, folder: StateFolder, batch_id: str, lenient: bool) -> None:
         self._disk = folder.disk
         self._folder = folder
         self._path = folder.journal_path(batch_id)
         self._batch_id = batch_id
         self._lenient = lenient
-        self._answers = answers
         self._descriptor = -1
         self.end = 0
         self.damaged: list[int] = []
@@ -81,8 +79,6 @@ class JournalReader:
             return None
         self.counts[record.succeeded] += 1
         self.usage = self.usage.plus(found.usage)
-        if self._answers is not None:
-            self._answers.add(record.ref, found.usage.output_tokens)
         return found.row
 
     def _read(self, record: LineRecord) -> JournalRow | None:

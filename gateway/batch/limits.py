@@ -30,8 +30,6 @@ class BatchLimits:
     line_bytes: int = 4 * 1024 * 1024
     window_lines: int = 256
     """Maximum lines of all batches in memory."""
-    tail_lines: int = 4096
-    """Maximum last lines of a batch that are ordered by expected length (0: all lines run by rank)."""
     window_bytes: int = 32 * 1024 * 1024
     """Maximum input bytes of all batches in memory."""
     retry_seconds: float = 1.0

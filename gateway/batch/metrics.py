@@ -39,11 +39,15 @@ class BatchCollector(Collector):
         text = "Recent prompt and output tokens of finished batch lines per second of batch work."
         yield gauge("batch_tokens_per_second", text, forecast.pace.tokens_per_second)
         text = "Expected end of the last batch in progress, in Unix time (0: none in progress, or unknown)."
-        end = max((outlook.eta or 0.0 for outlook in outlooks), default=0.0)
-        yield gauge("batch_eta_timestamp_seconds", text, end)
+        ends = [outlook.eta for outlook in outlooks if outlook.eta is not None]
+        bounds = {
+            "earliest": max((low for low, _ in ends), default=0.0),
+            "latest": max((high for _, high in ends), default=0.0),
+        }
+        yield gauges("batch_eta_timestamp_seconds", text, "bound", bounds)
         # Batch ids are not secret: reading a batch needs its tenant's key.
-        text = "Expected end of a batch in progress in Unix time, for the first hundred to end."
-        known = ((outlook.eta, batch) for batch, outlook in forecast.outlooks.items() if outlook.eta is not None)
+        text = "Latest expected end of a batch in progress in Unix time, for the first hundred to end."
+        known = ((outlook.eta[1], batch) for batch, outlook in forecast.outlooks.items() if outlook.eta is not None)
         etas = {batch: eta for eta, batch in nsmallest(MAX_SHOWN, known)}
         yield gauges("batch_job_eta_timestamp_seconds", text, "batch", etas)
         lines = {"completed": worker.lines_ended[True], "failed": worker.lines_ended[False]}

@@ -15,16 +15,13 @@ from functools import partial
 from engine.api import EngineStats, Lane
 from engine.panics import as_error
 from gateway.batch.causes import Cause, cause_of
-from gateway.batch.cluster import Leases, Membership
-from gateway.batch.feed import FinishedLine, Job, Window
+from gateway.batch.cluster import Membership
+from gateway.batch.feed import FinishedLine, Job, Leases, LineSizes, Runs, Window
 from gateway.batch.feeder import LineFeeder, RunLine
 from gateway.batch.finish import Finisher
-from gateway.batch.forecast import Forecast
-from gateway.batch.lane_updater import LaneUpdater
-from gateway.batch.lengths import AnswerLengths, LineLengths
+from gateway.batch.forecast import Forecast, LaneUpdater
 from gateway.batch.limits import BatchLimits
 from gateway.batch.line import read_head
-from gateway.batch.line_order import Runs
 from gateway.batch.results import ResultWriter, StorageRetry, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.models import ModelNames
@@ -252,23 +249,19 @@ class BatchWorker:
 
     async def _process(self, batch: BatchJob) -> None:
         """Feed lines until all lines have ended, or the batch has."""
-        answers = AnswerLengths(batch.total)
-        job = Job(batch, answers=answers)
+        head = await self._head(batch)
+        job = Job(batch, head or LineSizes(self.forecast.pace.bytes_per_line))
         if self.cluster.is_shared:
-            job.leases = Leases(Runs(batch.total, in_order=False))
+            job.leases = Leases(Runs(batch.total))
             await self._retry.run(lambda: self.cluster.begin(batch))
         else:
-            job.journal_end = await self._finisher.check_results(batch, answers)
+            job.journal_end = await self._finisher.check_results(batch)
         self.jobs[batch.id] = job
         try:
             job.batch = await self._retry.run(lambda: self._store.load_batch(batch.id))
             if job.batch.status is not BatchStatus.IN_PROGRESS or not job.batch.remaining:
                 job.settled.set()
-            lengths = await self._retry.run(lambda: self._store.line_lengths(batch.id))
-            head = await self._head(batch)
-            if self.cluster.is_shared:
-                await self._retry.run(lambda: self.cluster.learn(job.batch, answers))
-            self.lanes.begin(job, LineLengths(*lengths, () if head is None else head.answers, answers))
+            self.lanes.changed()
             self.feeder.offer(job)
             if job.batch.expires_at < self._next_expiry:
                 self._look_at_clock.set()
@@ -304,7 +297,6 @@ class BatchWorker:
                 continue
             if batch_id not in self.cluster.mine and await self.cluster.own(batch_id):
                 await self.cluster.begin(job.batch)
-            await self.cluster.learn(job.batch, job.answers)
             job.exhausted = job.exhausted and batch_id not in beat.free
             self.feeder.offer(job)
 
@@ -369,7 +361,7 @@ class BatchWorker:
         outlook = self.forecast.first(batch, num_bytes, self.clock.now(), head)
         return outlook.notes(batch) if outlook.misses else {}
 
-    async def _head(self, batch: BatchJob) -> LineLengths | None:
+    async def _head(self, batch: BatchJob) -> LineSizes | None:
         try:
             return await in_thread(lambda: read_head(self._folder.copy_body(batch.input_file_id), batch.endpoint))
         except StorageError:  # an object store is away

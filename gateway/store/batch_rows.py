@@ -175,16 +175,6 @@ class BatchRows(Rows):
         """Return the number of indexed lines of a batch: all, succeeded, failed."""
         return _count(connection, _seq(connection, batch_id))
 
-    @transaction
-    def line_lengths(self, connection: RowConnection, batch_id: str) -> tuple[int, float]:
-        """Return the bytes of all lines of a batch and the mean bytes of a line without a result."""
-        query = (
-            "SELECT COALESCE(SUM(length), 0) AS total, AVG(CASE WHEN succeeded IS NULL THEN length END) AS pending "
-            "FROM lines WHERE batch = ?"
-        )
-        row = connection.execute(query, (_seq(connection, batch_id),)).fetchone()
-        return row["total"], row["pending"] or 0.0
-
     @exclusive("batch_id")
     def add_results(self, connection: RowConnection, batch_id: str, results: Sequence[LineResult]) -> BatchJob:
         """Record results whose rows are durable in the journal. Lines that have a result keep it, and its usage."""
@@ -194,9 +184,8 @@ class BatchRows(Rows):
         if not new:  # an earlier commit in doubt had succeeded, or another server was first
             return _load(connection, batch_id)
         connection.executemany(
-            "UPDATE lines SET succeeded = ?, result_start = ?, result_length = ?, output_tokens = ? "
-            "WHERE batch = ? AND rank = ?",
-            ((int(r.succeeded), r.start, r.length, r.usage.output_tokens, batch, r.rank) for r in new),
+            "UPDATE lines SET succeeded = ?, result_start = ?, result_length = ? WHERE batch = ? AND rank = ?",
+            ((int(r.succeeded), r.start, r.length, batch, r.rank) for r in new),
         )
         for result in new:
             counts[result.succeeded] += 1
@@ -219,8 +208,7 @@ class BatchRows(Rows):
             check_transition(batch.status, BatchStatus.IN_PROGRESS)
         seq = _seq(connection, batch_id)
         connection.executemany(
-            "UPDATE lines SET succeeded = NULL, result_start = 0, result_length = 0, output_tokens = 0 "
-            "WHERE batch = ? AND rank = ?",
+            "UPDATE lines SET succeeded = NULL, result_start = 0, result_length = 0 WHERE batch = ? AND rank = ?",
             ((seq, rank) for rank in ranks),
         )
         _, good, bad = _count(connection, seq)

@@ -41,18 +41,6 @@ class Beat(NamedTuple):
     num_servers: int
 
 
-class AnswerSums(NamedTuple):
-    """Sums over finished lines of a range of ranks: x is the length of the line in bytes, y its output tokens."""
-
-    place: int
-    n: int
-    x: float
-    y: float
-    xx: float
-    xy: float
-    yy: float
-
-
 class ServerRows(Rows):
     """Times of servers."""
 
@@ -191,18 +179,6 @@ class LeaseRows(ServerRows):
             (num_bytes, batch_id),
         ).fetchone()
         return None if row is None else int(row["journal_bytes"]) - num_bytes
-
-    @transaction
-    def answer_sums(self, connection: RowConnection, batch_id: str, ranges: int) -> list[AnswerSums]:
-        """Return sums over the finished lines of a batch, for each of `ranges` ranges of its ranks."""
-        rows = connection.execute(
-            f"SELECT rank * {ranges} / total AS place, COUNT(*) AS n, SUM(length) AS x, SUM(lines.output_tokens) AS y, "
-            "SUM(1.0 * length * length) AS xx, SUM(1.0 * length * lines.output_tokens) AS xy, "
-            "SUM(1.0 * lines.output_tokens * lines.output_tokens) AS yy FROM lines JOIN batches ON batch = seq "
-            f"WHERE id = ? AND succeeded IS NOT NULL GROUP BY rank * {ranges} / total",
-            (batch_id,),
-        )
-        return [AnswerSums(*row) for row in rows]
 
 
 def check_owner(rows: Rows, connection: RowConnection, batch_id: str) -> None:

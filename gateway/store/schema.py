@@ -59,7 +59,6 @@ CREATE TABLE lines (
     succeeded INTEGER,
     result_start INTEGER NOT NULL DEFAULT 0,
     result_length INTEGER NOT NULL DEFAULT 0,
-    output_tokens INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (batch, rank)
 ) STRICT, WITHOUT ROWID;
 
@@ -182,6 +181,7 @@ UPGRADES = {
     8: "ALTER TABLE batches ADD COLUMN engine_us INTEGER NOT NULL DEFAULT 0",
     9: _NO_UPLOADS,
     10: _ONE_TARGET,
+    11: "ALTER TABLE lines DROP COLUMN output_tokens",
 }
 """Scripts from each version to the next."""
 VERSION = 1 + max(UPGRADES)
