@@ -53,8 +53,8 @@ from engine.text.tokenizer import Tokenizer
 from gateway.batch.envelope import read_lines
 from gateway.batch.feed import FeedOrder, Job, LineSizes, Window, by_deadline
 from gateway.batch.input import LinePlaces, check_input, prefix_key
-from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
+from gateway.batch.run import BatchLimits
 from gateway.batch.worker import BatchWorker
 from gateway.generate.threads import at_half_speed
 from gateway.models import ModelNames

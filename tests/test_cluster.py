@@ -34,7 +34,7 @@ from test_store import NOW, a_batch, a_file
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.feed import Runs
-from gateway.batch.limits import BatchLimits
+from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import TenantExchange
 from gateway.cli import main
 from gateway.http.keys import KeyStore

@@ -16,7 +16,7 @@ from test_journal import sql
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.limits import BatchLimits
+from gateway.batch.run import BatchLimits
 from gateway.store.disk import Disk, StorageError
 from gateway.store.file_rows import TOMBSTONE_SECONDS
 from gateway.store.folder import StateFolder

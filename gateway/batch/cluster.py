@@ -10,13 +10,12 @@ from contextlib import suppress
 
 from engine.api import EngineStats, RequestClass
 from engine.panics import as_error
-from gateway.batch.feed import Leases, Runs, Window
-from gateway.batch.limits import BatchLimits
+from gateway.batch.feed import Leases, Runs
+from gateway.batch.run import BatchRun
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError
 from gateway.store.lease_rows import DEAD_SECONDS, Beat
 from gateway.store.objects import BatchJob, IllegalTransition
-from gateway.store.row_store import RowStore
 
 LEAST_WINDOW, WAITING_SHARE, RESIZE_SECONDS = 32, 1.0, 0.5
 """Lines and share of the running lines that wait in the engine: enough to admit more, so few that no other server
@@ -26,17 +25,8 @@ lacks lines at the end of a batch. Minimum seconds between two changes of the wi
 class Membership:
     """The part of this server. `stats`: current statistics of the engine; `rate`: own work per second."""
 
-    def __init__(
-        self,
-        store: RowStore,
-        limits: BatchLimits,
-        window: Window,
-        stats: Callable[[], EngineStats],
-        rate: Callable[[], float],
-    ) -> None:
-        self._store = store
-        self._limits = limits
-        self._window = window
+    def __init__(self, run: BatchRun, stats: Callable[[], EngineStats], rate: Callable[[], float]) -> None:
+        self._run = run
         self._stats = stats
         self._rate = rate
         self._beaten = asyncio.Event()
@@ -50,7 +40,7 @@ class Membership:
 
     @property
     def is_shared(self) -> bool:
-        return self._store.is_shared
+        return self._run.store.is_shared
 
     async def run(self, apply: Callable[[Beat], Awaitable[None]]) -> None:
         """Pass each heartbeat to `apply`."""
@@ -61,11 +51,11 @@ class Membership:
                 pass  # the next heartbeat
             except BaseException as raised:
                 log_unexpected(as_error(raised))
-            await asyncio.sleep(self._limits.beat_seconds)
+            await asyncio.sleep(self._run.limits.beat_seconds)
 
     async def beat(self) -> Beat:
         """Record a heartbeat. Raises StorageError."""
-        beat = await self._store.beat(self._rate(), self._takes_over)
+        beat = await self._run.store.beat(self._rate(), self._takes_over)
         now = time.monotonic()
         if self._steady_since is None or now - self._last_beat > DEAD_SECONDS / 2:
             self._steady_since = now
@@ -89,7 +79,7 @@ class Membership:
         """Return whether this server owns a batch, after an attempt to take it. Raises StorageError."""
         if not self.is_shared:
             return True
-        if batch_id in self._owned or not await self._store.take_batch(batch_id, self._takes_over):
+        if batch_id in self._owned or not await self._run.store.take_batch(batch_id, self._takes_over):
             self.mine.discard(batch_id)
             return False
         self.mine.add(batch_id)
@@ -100,12 +90,12 @@ class Membership:
         if batch.id in self.mine or await self.own(batch.id):
             runs = Runs(batch.total)
             blocks = [runs.ranks(index).start // runs.size for index in range(runs.count)]
-            await self._store.add_runs(batch.id, runs.size, blocks)
+            await self._run.store.add_runs(batch.id, runs.size, blocks)
 
     async def take_runs(self, batch: BatchJob, leases: Leases, most: int) -> list[int]:
         """Lease up to `most` runs. Raises StorageError."""
         ended = leases.ended
-        taken = await self._store.take_runs(batch.id, ended, most, self._takes_over)
+        taken = await self._run.store.take_runs(batch.id, ended, most, self._takes_over)
         leases.ended = [run for run in leases.ended if run not in ended]
         taken += leases.found
         leases.found = []
@@ -117,15 +107,15 @@ class Membership:
         """Free this server's runs of a batch; if the store is away, they become free later."""
         if self.is_shared:
             with suppress(StorageError):
-                await self._store.release_runs(batch_id)
+                await self._run.store.release_runs(batch_id)
 
     async def others_end(self, batch_id: str, seconds: float) -> None:
         """Wait until no other server feeds lines of a batch, at most for `seconds`. Raises StorageError."""
         until = time.monotonic() + seconds
-        while self.is_shared and await self._store.has_other_feeders(batch_id):
+        while self.is_shared and await self._run.store.has_other_feeders(batch_id):
             if time.monotonic() >= until:
                 return
-            await asyncio.sleep(self._limits.beat_seconds / 4)
+            await asyncio.sleep(self._run.limits.beat_seconds / 4)
 
     def resize(self) -> None:
         """Set the window to the lines that the engine runs, and some that wait."""
@@ -134,7 +124,7 @@ class Membership:
             self._resized_at = now
             running = self._stats().running.get(RequestClass.OFFLINE, 0)
             wanted = running + max(LEAST_WINDOW, round(WAITING_SHARE * running))
-            self._window.max_lines = min(self._limits.window_lines, wanted)
+            self._run.window.max_lines = min(self._run.limits.window_lines, wanted)
 
     def forget(self, batch_id: str) -> bool:
         """Forget a batch that has ended; return whether this server owned it."""

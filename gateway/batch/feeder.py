@@ -7,7 +7,7 @@ row or runs again.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import Any
 
@@ -15,18 +15,16 @@ from engine.panics import CONTROL, as_error
 from gateway.batch.causes import Cause, cause_of, kind_of, retry_after
 from gateway.batch.cluster import Membership
 from gateway.batch.failures import LineFailures
-from gateway.batch.feed import FeedOrder, FinishedLine, Job, Runs, Window
+from gateway.batch.feed import FinishedLine, Job, Runs
 from gateway.batch.finish import INPUT_LOST
-from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.output import read_envelopes
 from gateway.batch.result_rows import response_row, unfinished_row
-from gateway.batch.results import ResultWriter, StorageRetry, in_thread
+from gateway.batch.results import ResultWriter
+from gateway.batch.run import BatchRun, in_thread
 from gateway.http.errors import log_unexpected, to_api_error
 from gateway.store.disk import UnreadableError
-from gateway.store.folder import StateFolder
 from gateway.store.objects import InputError, LineRef, Usage
-from gateway.store.row_store import RowStore
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -45,21 +43,20 @@ PROBE_LINES = 8
 class LineOrder:
     """Choose the next lines of jobs, in runs (`Runs`). `cluster`: leases of runs."""
 
-    def __init__(self, store: RowStore, window: Window, cluster: Membership) -> None:
-        self._store = store
-        self._window = window
+    def __init__(self, run: BatchRun, cluster: Membership) -> None:
+        self._run = run
         self._cluster = cluster
 
     async def take(self, job: Job, most: int) -> list[LineRef]:
         """Take up to `most` lines that fit into the window."""
         probes = job.trials.pauses > 0
         if job.leases is not None:  # lines beyond the window are for other servers
-            most = max(1, min(most, self._window.max_lines - self._window.lines))
+            most = max(1, min(most, self._run.window.max_lines - self._run.window.lines))
         most = PROBE_LINES if probes else most
         old = list(islice(job.retry, most // 2 if probes else most))
         new = await self._new(job, most - len(old)) if probes or not old else []
         control = job.trials.control if probes and not new else None
-        refs = self._window.fitting([*old, *new, *([] if control is None else [control])])
+        refs = self._run.window.fitting([*old, *new, *([] if control is None else [control])])
         for _ in range(min(len(refs), len(old))):
             job.retry.popleft()
         del job.ahead[: min(len(new), len(refs) - len(old))]
@@ -70,7 +67,7 @@ class LineOrder:
         asked = most
         while await self._look_ahead(job, asked):
             ranks = job.ahead[:asked]
-            found = await self._store.lines_at(job.batch.id, ranks)
+            found = await self._run.store.lines_at(job.batch.id, ranks)
             job.ahead[:asked] = [ref.rank for ref in found]
             if job.leases is not None:
                 job.leases.lines_ended(set(ranks).difference(job.ahead[: len(found)]))
@@ -102,29 +99,17 @@ class LineFeeder:
 
     def __init__(
         self,
-        folder: StateFolder,
-        limits: BatchLimits,
+        run: BatchRun,
         run_line: RunLine,
-        jobs: Mapping[str, Job],
-        retry: StorageRetry,
         results: ResultWriter,
-        window: Window,
-        wake: asyncio.Event,
         ended: Callable[[FinishedLine], None],
         cluster: Membership,
     ) -> None:
-        self._folder = folder
-        self._store = folder.store
-        self._limits = limits
+        self._run = run
         self._run_line = run_line
-        self._jobs = jobs
-        self._retry = retry
         self._results = results
-        self._window = window
-        self._wake = wake
         self._ended = ended
-        self.order = FeedOrder(limits.window_lines)
-        self._lines = LineOrder(folder.store, window, cluster)
+        self._lines = LineOrder(run, cluster)
         self._failures = LineFailures()
         self._paused = False
         self._system_pauses = 0
@@ -134,23 +119,18 @@ class LineFeeder:
 
     async def run(self) -> None:
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            await self._run.wake.wait()
+            self._run.wake.clear()
             try:
-                while self._retry.healthy and not self._paused and not self._window.is_full:
-                    job = self.order.pick()
+                while self._run.retry.healthy and not self._paused and not self._run.window.is_full:
+                    job = self._run.order.pick()
                     if job is None or not await self._feed(job):
                         break
             except BaseException as raised:  # a bug in FeedOrder; a bug in a job's turn only pauses that job
                 error = as_error(raised)
                 log_unexpected(error)
-                await asyncio.sleep(self._limits.retry_seconds)
-                self._wake.set()
-
-    def offer(self, job: Job) -> None:
-        """Queue a job that may have lines to feed or whose lane has changed."""
-        self.order.offer(job)
-        self._wake.set()
+                await asyncio.sleep(self._run.limits.retry_seconds)
+                self._run.wake.set()
 
     def forget(self, job: Job) -> None:
         """Forget a batch that is no longer in progress."""
@@ -164,7 +144,7 @@ class LineFeeder:
 
     def trouble(self) -> str | None:
         """Return why batch lines do not run, or None; always None without a batch in progress."""
-        if not self._jobs:
+        if not self._run.jobs:
             return None
         if self._system_pauses:
             return f"batch lines pause after a system failure ({self._system_fault}) and are retried"
@@ -178,22 +158,22 @@ class LineFeeder:
         """Feed the next lines of a job; return False if there was no room for its next line."""
         refs: list[LineRef] = []
         try:
-            refs = await self._retry.run(lambda: self._lines.take(job, self.order.quantum))
+            refs = await self._run.retry.run(lambda: self._lines.take(job, self._run.order.quantum))
             if not refs:
                 return job.exhausted and not (job.retry or job.ahead)
-            self._window.take(refs)
-            envelopes = await self._retry.run(lambda: self._read(job, refs))
+            self._run.window.take(refs)
+            envelopes = await self._run.retry.run(lambda: self._read(job, refs))
         except BaseException as raised:
-            self._window.release(refs)
+            self._run.window.release(refs)
             job.retry.extendleft(ref for ref in reversed(refs) if ref.rank != CONTROL_RANK)
             error = as_error(raised)
-            if self._retry.stopping:
+            if self._run.retry.stopping:
                 raise
             self._turn_failed(job, error)
             return True
         job.trials.turn_faults = 0
         if job.settled.is_set():
-            self._window.release(refs)
+            self._run.window.release(refs)
             return True
         for ref, envelope in zip(refs, envelopes, strict=True):
             task = asyncio.create_task(self._execute(job, ref, envelope))
@@ -216,25 +196,27 @@ class LineFeeder:
     async def _read(self, job: Job, refs: list[LineRef]) -> list[Envelope | None]:
         """Return the lines' envelopes. Raise UnreadableError for the first `read_attempts` failures; after that return
         None for an unreadable line, so that the batch can end."""
-        lenient, file_id = job.read_faults >= self._limits.read_attempts, job.batch.input_file_id
-        most = self._limits.line_bytes
-        found = await in_thread(lambda: read_envelopes(self._folder, file_id, refs, lenient=lenient, max_bytes=most))
+        lenient, file_id = job.read_faults >= self._run.limits.read_attempts, job.batch.input_file_id
+        most = self._run.limits.line_bytes
+        found = await in_thread(
+            lambda: read_envelopes(self._run.folder, file_id, refs, lenient=lenient, max_bytes=most)
+        )
         lost = [ref for ref, envelope in zip(refs, found, strict=True) if envelope is None]
         if lost:
             text = "batch %s: %d lines of the input are damaged on the disk (the first: line %d); they get error rows"
             log.error(text, job.batch.id, len(lost), lost[0].number)
-            await self._store.note_error(job.batch.id, InputError(*INPUT_LOST, lost[0].number))
+            await self._run.store.note_error(job.batch.id, InputError(*INPUT_LOST, lost[0].number))
         else:
             job.read_faults = 0
         return found
 
     def _rest(self, job: Job, faults: int) -> None:
         job.resting = True
-        asyncio.get_running_loop().call_later(self._limits.back_off(faults), self._rested, job)
+        asyncio.get_running_loop().call_later(self._run.limits.back_off(faults), self._rested, job)
 
     def _rested(self, job: Job) -> None:
         job.resting = False
-        self.offer(job)
+        self._run.offer(job)
 
     # Lines
 
@@ -242,7 +224,7 @@ class LineFeeder:
         try:
             line = await self._finished(job, ref, envelope)
         except CONTROL:
-            self._window.release([ref])
+            self._run.window.release([ref])
             self._run_again(job, ref)
             raise
         except BaseException as raised:  # `cause_of` classifies every failure
@@ -273,7 +255,7 @@ class LineFeeder:
                 self._pausing.discard(job)
                 self._rested(job)
         if line.ref.rank == CONTROL_RANK:
-            self._window.release([line.ref])
+            self._run.window.release([line.ref])
         else:
             self._results.put(job, line)
             self._ended(line)
@@ -287,7 +269,7 @@ class LineFeeder:
         if cause is Cause.UNKNOWN and self._is_proven(job, ref, error):
             self._end(job, _error_line(ref, envelope, error))
             return
-        self._window.release([ref])
+        self._run.window.release([ref])
         if cause is Cause.BUSY:
             self._run_again(job, ref)
             self._pause(retry_after(error))
@@ -301,7 +283,7 @@ class LineFeeder:
         kind = kind_of(error)
         is_new = self._failures.is_new(kind)
         line, is_common = self._failures.unknown(job.batch.id, job.trials, ref.rank, kind)
-        is_proven = line.own >= self._limits.attempts
+        is_proven = line.own >= self._run.limits.attempts
         if is_new or is_proven:
             log_unexpected(error)
         if not is_proven:
@@ -313,7 +295,7 @@ class LineFeeder:
     def _pause_job(self, job: Job, kind: str) -> None:
         job.trials.pauses += 1
         self._pausing.add(job)
-        seconds = self._limits.back_off(job.trials.pauses)
+        seconds = self._run.limits.back_off(job.trials.pauses)
         log.error("batch %s pauses for %g s: its lines fail with an unexpected %s", job.batch.id, seconds, kind)
         self._rest(job, job.trials.pauses)
 
@@ -324,10 +306,10 @@ class LineFeeder:
 
         def again() -> None:
             job.retry.append(ref)
-            self.offer(job)
+            self._run.offer(job)
 
         if faults:
-            asyncio.get_running_loop().call_later(self._limits.back_off(faults), again)
+            asyncio.get_running_loop().call_later(self._run.limits.back_off(faults), again)
         else:
             again()
 
@@ -337,7 +319,7 @@ class LineFeeder:
         if not self._paused:
             self._system_pauses += 1
             self._system_fault = kind_of(error)
-            seconds = self._limits.back_off(self._system_pauses)
+            seconds = self._run.limits.back_off(self._system_pauses)
             log.error("batch lines pause for %g s after a system failure: %s", seconds, self._system_fault)
             self._pause(seconds)
 
@@ -348,7 +330,7 @@ class LineFeeder:
 
     def _resume(self) -> None:
         self._paused = False
-        self._wake.set()
+        self._run.wake.set()
 
 
 def _error_line(ref: LineRef, envelope: Envelope | None, error: Exception) -> FinishedLine:

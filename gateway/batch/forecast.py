@@ -10,13 +10,14 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.panics import as_error
-from gateway.batch.feed import Job, LineSizes, by_deadline
+from gateway.batch.feed import LineSizes, by_deadline
+from gateway.batch.run import BatchRun
 from gateway.http.errors import log_unexpected
 from gateway.store.objects import BatchJob, Usage
 
@@ -249,22 +250,13 @@ class Forecast:
 class LaneUpdater:
     """Update the forecast while batches run, and move batches at risk to the engine's urgent lane.
 
-    `set_lane` moves the lines of a batch in the engine to another lane; `offer` requeues a job in the feed order.
+    `set_lane` moves the lines of a batch in the engine to another lane.
     """
 
-    def __init__(
-        self,
-        forecast: Forecast,
-        jobs: Mapping[str, Job],
-        clock: Callable[[], float],
-        set_lane: Callable[[str, Lane], None],
-        offer: Callable[[Job], None],
-    ) -> None:
+    def __init__(self, run: BatchRun, forecast: Forecast, set_lane: Callable[[str, Lane], None]) -> None:
+        self._run = run
         self._forecast = forecast
-        self._jobs = jobs
-        self._clock = clock
         self._set_lane = set_lane
-        self._offer = offer
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -283,9 +275,9 @@ class LaneUpdater:
 
     async def update(self) -> None:
         """Update the forecast of all batches, and apply it."""
-        jobs = [job for job in self._jobs.values() if not job.settled.is_set()]
+        jobs = [job for job in self._run.jobs.values() if not job.settled.is_set()]
         begun = time.perf_counter()
-        for _ in self._forecast.update([(job.batch, job.sizes) for job in jobs], self._clock()):
+        for _ in self._forecast.update([(job.batch, job.sizes) for job in jobs], self._run.clock.now()):
             if time.perf_counter() - begun >= SLICE_SECONDS:
                 await asyncio.sleep(0)
                 begun = time.perf_counter()
@@ -294,4 +286,4 @@ class LaneUpdater:
             if outlook is not None and outlook.at_risk is not job.at_risk:
                 job.at_risk = outlook.at_risk
                 self._set_lane(job.batch.id, job.lane)
-                self._offer(job)
+                self._run.offer(job)

@@ -5,17 +5,14 @@ Lines that finish while a group is being written form the next group.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from anyio import to_thread
-
 from engine.panics import as_error
-from gateway.batch.feed import FinishedLine, Job, Window
+from gateway.batch.feed import FinishedLine, Job
 from gateway.batch.journal import frame
+from gateway.batch.run import BatchRun, in_thread, to_end
 from gateway.http.errors import log_unexpected
-from gateway.store.disk import StorageError, StorageHealth
-from gateway.store.folder import StateFolder
+from gateway.store.disk import StorageError
 from gateway.store.objects import LineResult
 
 log = logging.getLogger("tidemill.gateway")
@@ -26,92 +23,16 @@ MAX_PAUSE = 10.0
 """Maximum seconds between two attempts, and so the maximum delay after the folder is repaired."""
 
 
-async def to_end(work: Awaitable[ResultT]) -> ResultT:
-    """Await work that must not be interrupted: a cancellation is raised after the work has ended."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # mark as retrieved: the cancellation takes precedence
-        raise
-
-
-async def in_thread(work: Callable[[], ResultT]) -> ResultT:
-    """Run blocking work to its end in a thread."""
-    return await to_end(to_thread.run_sync(work))
-
-
-class StorageRetry:
-    """Retry work on the state folder with backoff for as long as it raises StorageError.
-
-    `healthy` is false while any work waits for a retry; `changed` is called when the last wait ends. While `stopping`,
-    the StorageError is raised instead.
-    """
-
-    def __init__(self, retry_seconds: float, changed: Callable[[], None], health: StorageHealth) -> None:
-        self.stopping = False
-        self._retry_seconds = retry_seconds
-        self._changed = changed
-        self._health = health
-        self._waiting = 0
-
-    @property
-    def healthy(self) -> bool:
-        return not self._waiting
-
-    async def run(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Run `work`, which must be repeatable. Raises StorageError only while stopping."""
-        try:
-            return await work()
-        except StorageError as error:
-            if self.stopping:
-                raise
-            self._health.failed("jobs", error)
-        self._waiting += 1
-        try:
-            return await self._repeat(work)
-        finally:
-            self._waiting -= 1
-            if self.healthy:
-                self._health.worked("jobs")
-                self._changed()
-
-    async def _repeat(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        pause = self._retry_seconds
-        while True:
-            await asyncio.sleep(pause)
-            pause = min(MAX_PAUSE, 2 * pause)
-            try:
-                return await work()
-            except StorageError as error:
-                if self.stopping:
-                    raise
-                self._health.failed("jobs", error)
-
-
 class ResultWriter:
     """Write result rows from one task. `put` does not wait: the window bounds the number of unwritten lines.
 
     After an unexpected error the job's rows stay in memory and are written again after a pause; the job gets no turn
-    until then. Rows beyond half of the window are dropped, and their lines run again later. `changed` is called after
-    each group, whether or not it was written.
+    until then. Rows beyond half of the window are dropped, and their lines run again later. The job is
+    offered a turn after each group, whether or not it was written.
     """
 
-    def __init__(
-        self,
-        folder: StateFolder,
-        retry: StorageRetry,
-        window: Window,
-        changed: Callable[[Job], None],
-        back_off: Callable[[int], float],
-    ) -> None:
-        self._folder = folder
-        self._retry = retry
-        self._window = window
-        self._changed = changed
-        self._back_off = back_off
+    def __init__(self, run: BatchRun) -> None:
+        self._run = run
         self._waiting: dict[Job, list[FinishedLine]] = {}
         self._pausing: set[Job] = set()
         self._ready = asyncio.Event()
@@ -164,14 +85,14 @@ class ResultWriter:
         self._let_go(job, lines)
         if not job.batch.remaining:
             job.settled.set()
-        self._changed(job)
+        self._run.offer(job)
 
     async def _store_group(self, job: Job, lines: list[FinishedLine]) -> None:
         frames = [frame(job.batch.id, line.ref.rank, line.succeeded, line.usage, line.row) for line in lines]
         start: int | None = job.journal_end
         if job.leases is not None:
             size = sum(map(len, frames))
-            start = await self._retry.run(lambda: self._folder.store.reserve(job.batch.id, size))
+            start = await self._run.retry.run(lambda: self._run.store.reserve(job.batch.id, size))
         if start is None:
             job.settled.set()
             return
@@ -181,35 +102,35 @@ class ResultWriter:
             results.append(LineResult(line.ref.rank, line.succeeded, end, len(framed), line.usage))
             end += len(framed)
         data, first = b"".join(frames), start
-        await self._retry.run(lambda: self._commit(job, results, data, first))
+        await self._run.retry.run(lambda: self._commit(job, results, data, first))
         if job.leases is not None:
             job.leases.lines_ended(result.rank for result in results)
 
     def _keep(self, job: Job, lines: list[FinishedLine]) -> None:
         job.write_faults += 1
         held = sum(len(self._waiting.get(other, ())) for other in self._pausing)
-        most = max(1, self._window.max_lines // 2 - held)
+        most = max(1, self._run.window.max_lines // 2 - held)
         self._let_go(job, lines[most:])
         job.retry.extend(line.ref for line in lines[most:])
         self._waiting[job] = [*lines[:most], *self._waiting.get(job, ())]
         self._pausing.add(job)
-        seconds = self._back_off(job.write_faults)
+        seconds = self._run.limits.back_off(job.write_faults)
         log.error("%d results of batch %s are written again in %g s", len(lines[:most]), job.batch.id, seconds)
         asyncio.get_running_loop().call_later(seconds, self._write_again, job)
-        self._changed(job)
+        self._run.offer(job)
 
     def _write_again(self, job: Job) -> None:
         self._pausing.discard(job)
         self._ready.set()
 
     def _let_go(self, job: Job, lines: list[FinishedLine]) -> None:
-        self._window.release(line.ref for line in lines)
+        self._run.window.release(line.ref for line in lines)
         job.unwritten -= len(lines)
         if not job.unwritten:
             job.written.set()
 
     async def _commit(self, job: Job, results: list[LineResult], data: bytes, start: int) -> None:
         """Write a group. Repeatable: the same rows go to the same offset of the journal."""
-        await in_thread(lambda: self._folder.append_journal(job.batch.id, data, start))
+        await in_thread(lambda: self._run.folder.append_journal(job.batch.id, data, start))
         job.journal_end = start + len(data)
-        job.batch = await to_end(self._folder.store.add_results(job.batch.id, results))
+        job.batch = await to_end(self._run.store.add_results(job.batch.id, results))

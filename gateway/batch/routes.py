@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.batch.files import FileExpiry, no_such_file
-from gateway.batch.limits import state_of
 from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
+from gateway.batch.state import state_of
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.context import context_of, is_still_accepted, tenant_of
 from gateway.endpoints import ENDPOINTS

@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.batch.limits import state_of
 from gateway.batch.listing import describe_page, json_response, read_page, refuse, unknown_cursor
+from gateway.batch.state import state_of
 from gateway.batch.tenants import TenantExchange, listed_tenant, shown
 from gateway.context import context_of
 from gateway.store.objects import UnknownCursor, Usage
