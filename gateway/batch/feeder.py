@@ -1,6 +1,6 @@
 """Feed the lines of all batches in progress into the engine, and retry or end the lines that fail.
 
-Every finished line has a result row. The table in `gateway.batch.causes` decides whether a failed line gets an error
+Every finished line has a result row. The table in `gateway.batch.failures` decides whether a failed line gets an error
 row or runs again.
 """
 
@@ -12,9 +12,8 @@ from itertools import islice
 from typing import Any
 
 from engine.panics import CONTROL, as_error
-from gateway.batch.causes import Cause, cause_of, kind_of, retry_after
 from gateway.batch.cluster import Membership
-from gateway.batch.failures import LineFailures
+from gateway.batch.failures import Cause, LineFailures, cause_of, kind_of, retry_after
 from gateway.batch.feed import FinishedLine, Job, Runs
 from gateway.batch.finish import INPUT_LOST
 from gateway.batch.line import LineAnswer, LineOrigin

@@ -14,7 +14,7 @@ from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import InvalidRequestError
 from engine.panics import as_error
 from engine.turns import Turns
-from gateway.batch.causes import Cause, cause_of
+from gateway.batch.failures import Cause, cause_of
 from gateway.batch.feed import LineSizes
 from gateway.context import GatewayContext
 from gateway.endpoints import ENDPOINTS

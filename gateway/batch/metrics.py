@@ -7,7 +7,7 @@ from heapq import nsmallest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from gateway.batch.causes import Cause
+from gateway.batch.failures import Cause
 from gateway.batch.notices import OUTCOMES, Notifier
 from gateway.batch.tenants import Ownership
 from gateway.batch.worker import BatchWorker

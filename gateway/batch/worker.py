@@ -14,8 +14,8 @@ from functools import partial
 
 from engine.api import EngineStats, Lane
 from engine.panics import as_error
-from gateway.batch.causes import Cause, cause_of
 from gateway.batch.cluster import Membership
+from gateway.batch.failures import Cause, cause_of
 from gateway.batch.feed import FinishedLine, Job, Leases, LineSizes, Runs
 from gateway.batch.feeder import LineFeeder, RunLine
 from gateway.batch.finish import Finisher
