@@ -20,8 +20,8 @@ from gateway.batch.feed import FinishedLine, Job, Leases, LineSizes, Runs
 from gateway.batch.feeder import LineFeeder, RunLine
 from gateway.batch.finish import Finisher
 from gateway.batch.forecast import Forecast, LaneUpdater
+from gateway.batch.journal import ResultWriter
 from gateway.batch.line import read_head
-from gateway.batch.results import ResultWriter
 from gateway.batch.run import BatchLimits, BatchRun, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.models import ModelNames
