@@ -50,9 +50,8 @@ from recording_disk import IO_ERROR, NO_SPACE, READINGS, FaultyDisk, Log, Record
 
 from engine.api import RequestClass
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.envelope import read_lines
 from gateway.batch.feed import FeedOrder, Job, LineSizes, Window, by_deadline
-from gateway.batch.input import LinePlaces, check_input, prefix_key
+from gateway.batch.input import LinePlaces, check_input, prefix_key, read_lines
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.run import BatchLimits
 from gateway.batch.worker import BatchWorker
@@ -538,7 +537,7 @@ def test_the_window_counts_lines_and_bytes() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64, 10**6])
 def test_lines_are_found_whatever_the_pieces(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.batch.envelope.READ_BYTES", chunk)
+    monkeypatch.setattr("gateway.batch.input.READ_BYTES", chunk)
     content = b'first\r\n\n  \nse"co\rnd\n' + b"x" * 50 + b"\nlast"
     found = [(r.number, r.content) for r in read_lines(io.BytesIO(content), 20)]
     assert found == [(1, b"first"), (4, b'se"co\rnd'), (5, None), (6, b"last")]

@@ -18,8 +18,7 @@ from gateway.batch.feed import FinishedLine, Job, Runs
 from gateway.batch.finish import INPUT_LOST
 from gateway.batch.journal import ResultWriter
 from gateway.batch.line import LineAnswer, LineOrigin
-from gateway.batch.output import read_envelopes
-from gateway.batch.result_rows import response_row, unfinished_row
+from gateway.batch.results import read_envelopes, response_row, unfinished_row
 from gateway.batch.run import BatchRun, in_thread
 from gateway.http.errors import log_unexpected, to_api_error
 from gateway.store.disk import UnreadableError

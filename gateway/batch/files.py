@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
-from gateway.batch.result_rows import intact_parts
+from gateway.batch.results import intact_parts
 from gateway.batch.state import BatchState, state_of
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.batch.uploads import MAX_OVERHEAD, Upload, UploadParser

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from gateway.batch.input import InputReport, check_apart
 from gateway.batch.journal import JournalReader
-from gateway.batch.output import ResultBuilder
+from gateway.batch.results import ResultBuilder
 from gateway.batch.run import BatchRun, in_thread, to_end
 from gateway.generate.threads import at_half_speed
 from gateway.http.errors import MESSAGES_PATH
