@@ -18,13 +18,13 @@ from engine.text.tokenizer import Tokenizer
 from gateway import endpoints, health
 from gateway.batch import files, message_batches, usage
 from gateway.batch import routes as batches
+from gateway.batch.files import MAX_OVERHEAD
 from gateway.batch.line import LineRunner
 from gateway.batch.metrics import BatchCollector
 from gateway.batch.notices import Notifier, read_target
 from gateway.batch.run import BatchLimits
 from gateway.batch.state import BatchState
 from gateway.batch.tenants import Ownership, TenantExchange
-from gateway.batch.uploads import MAX_OVERHEAD
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
