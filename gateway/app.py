@@ -16,14 +16,14 @@ from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text.tokenizer import Tokenizer
 from gateway import endpoints, health
-from gateway.batch import files, message_batches, usage
+from gateway.batch import files, message_batches
 from gateway.batch import routes as batches
 from gateway.batch.files import MAX_OVERHEAD
 from gateway.batch.line import LineRunner
 from gateway.batch.metrics import BatchCollector
 from gateway.batch.notices import Notifier, read_target
+from gateway.batch.resources import BatchState
 from gateway.batch.run import BatchLimits
-from gateway.batch.state import BatchState
 from gateway.batch.tenants import Ownership, TenantExchange
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
@@ -184,8 +184,8 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
     context.metrics.registry.register(BatchCollector(worker, ownership, notifier))
     app.state.batches = BatchState(folder, limits, worker, tenants)
-    context.metrics.on_end.append(partial(usage.count_request, tenants, context.metrics.engine_time))
-    for resource in (files, batches, message_batches, usage):
+    context.metrics.on_end.append(partial(batches.count_request, tenants, context.metrics.engine_time))
+    for resource in (files, batches, message_batches):
         app.include_router(resource.router)
 
 

@@ -17,7 +17,7 @@ from fake_engine import MODEL, Script, Served
 from engine.api import EngineRequest, EngineStats, EngineView, TokenCosts
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
-from gateway.batch.usage import Bill
+from gateway.batch.routes import Bill
 from gateway.store.objects import Usage
 from gateway.telemetry.engine_time import EngineTime
 from gateway.web import routes as web

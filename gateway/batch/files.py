@@ -21,9 +21,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.batch.listing import describe_page, json_response, list_response, read_page, unknown_cursor
+from gateway.batch.resources import (
+    BatchState,
+    describe_page,
+    json_response,
+    list_response,
+    read_page,
+    state_of,
+    unknown_cursor,
+)
 from gateway.batch.results import intact_parts
-from gateway.batch.state import BatchState, state_of
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.context import context_of, tenant_of
 from gateway.generate.answering import check_encoding
