@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gateway.store.file_rows import UNFINISHED_STATES, find_file, owned, read_page
 from gateway.store.lease_rows import check_owner
 from gateway.store.objects import (
     TERMINAL,
@@ -25,7 +24,18 @@ from gateway.store.objects import (
     check_transition,
     timestamp_field,
 )
-from gateway.store.rows import insert_batch, insert_file, insert_notice, read_batch_row, read_line_row, read_record_row
+from gateway.store.rows import (
+    UNFINISHED_STATES,
+    find_file,
+    insert_batch,
+    insert_file,
+    insert_notice,
+    owned,
+    read_batch_row,
+    read_line_row,
+    read_page,
+    read_record_row,
+)
 from gateway.store.writer import OBJECTS, RowConnection, Rows, exclusive, transaction
 
 MAX_ASKED = 1000

@@ -8,9 +8,8 @@ owner are refused. Times of servers are the database's.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gateway.store.file_rows import UNFINISHED_STATES
 from gateway.store.objects import BatchJob, IllegalTransition
-from gateway.store.rows import read_batch_row
+from gateway.store.rows import UNFINISHED_STATES, read_batch_row
 from gateway.store.writer import RowConnection, Rows, exclusive, transaction
 
 OWNER = -1
