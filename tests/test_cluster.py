@@ -39,9 +39,9 @@ from gateway.batch.tenants import TenantExchange
 from gateway.cli import main
 from gateway.http.keys import KeyStore
 from gateway.http.quotas import Admissions, Load
+from gateway.store.batch_rows import DEAD_SECONDS
 from gateway.store.disk import StorageError
 from gateway.store.folder import open_state
-from gateway.store.lease_rows import DEAD_SECONDS
 from gateway.store.objects import BatchStatus, IllegalTransition, LineRef, LineResult, Usage
 from gateway.store.opening import Place
 from gateway.store.row_store import RowStore, put_keys
@@ -355,7 +355,7 @@ async def test_lines_of_a_silent_server_run_elsewhere(
     postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that owns a batch falls silent with lines in its engine; when it comes back, its results are late."""
-    for module in ("store.lease_rows", "batch.cluster"):
+    for module in ("store.batch_rows", "batch.cluster"):
         monkeypatch.setattr(f"gateway.{module}.DEAD_SECONDS", 1)
     store = MemoryStore()
     monkeypatch.setattr("obstore.store.from_url", lambda *_, **__: store)

@@ -13,8 +13,8 @@ from engine.panics import as_error
 from gateway.batch.feed import Leases, Runs
 from gateway.batch.run import BatchRun
 from gateway.http.errors import log_unexpected
+from gateway.store.batch_rows import DEAD_SECONDS, Beat
 from gateway.store.disk import StorageError
-from gateway.store.lease_rows import DEAD_SECONDS, Beat
 from gateway.store.objects import BatchJob, IllegalTransition
 
 LEAST_WINDOW, WAITING_SHARE, RESIZE_SECONDS = 32, 1.0, 0.5

@@ -25,10 +25,10 @@ from gateway.batch.line import read_head
 from gateway.batch.run import BatchLimits, BatchRun, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.models import ModelNames
+from gateway.store.batch_rows import Beat
 from gateway.store.clock import StoreClock
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
-from gateway.store.lease_rows import Beat
 from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, IllegalTransition
 
 EXPIRED_FILES = 1000

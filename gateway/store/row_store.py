@@ -12,8 +12,7 @@ from secrets import token_hex
 from typing import Any, NamedTuple
 
 from gateway.http.quotas import Load
-from gateway.store.batch_rows import BatchRows
-from gateway.store.lease_rows import ELSEWHERE, LeaseRows, ServerRows
+from gateway.store.batch_rows import ELSEWHERE, BatchRows, LeaseRows, ServerRows
 from gateway.store.objects import TERMINAL, UNFINISHED, Holdings, Notice, Usage
 from gateway.store.rows import UNFINISHED_STATES, FileRows, owned, read_batch_row, repair_batch
 from gateway.store.writer import OBJECTS, RowConnection, Rows, Writer, exclusive, transaction
