@@ -28,8 +28,7 @@ from gateway.batch.tenants import Ownership, TenantExchange
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
-from gateway.generate.prompt_options import find_marks
-from gateway.generate.tools import choose_format
+from gateway.generate.answer_form import choose_format, find_marks
 from gateway.http.errors import ApiError, ErrorBoundary, handle_error
 from gateway.http.keys import KeyStore
 from gateway.http.middleware import Authentication, BodyLimit, HostGuard, HostNames, RequestIds, origin_pattern

@@ -23,15 +23,14 @@ from hypothesis import strategies as st
 from test_tools import FUNCTIONS, TOOLS, Writing, take_apart
 
 from engine.errors import InvalidRequestError
-from engine.forms import Grammar
+from engine.forms import Grammar, ThoughtMarks
 from engine.text.tokenizer import Tokenizer
+from gateway.generate.answer_form import choose_format, find_marks, read_form
 from gateway.generate.answer_parser import ParsedText, Parsing
 from gateway.generate.channels import ANALYSIS, FINAL, MAX_HEADER_CHARS
-from gateway.generate.prompt_options import find_marks
 from gateway.generate.structured import form_of
 from gateway.generate.tool_decoders import Call
 from gateway.generate.tool_formats import FORMATS
-from gateway.generate.tools import answer_grammar, choose_format
 from gateway.generate.wire import ChatCompletionRequest
 
 HARMONY = FORMATS["harmony"]
@@ -199,7 +198,9 @@ def asked(**fields: Any) -> ChatCompletionRequest:
 @pytest.mark.parametrize(("fields", "answers"), [case[1:] for case in ENFORCED], ids=[case[0] for case in ENFORCED])
 def test_grammars_hold_in_the_right_channel(writing: Writing, fields: dict[str, Any], answers: dict[str, bool]) -> None:
     body = asked(**fields)
-    grammar = answer_grammar(body, HARMONY, writing.tokenizer.special_tokens, form_of(body))
+    grammar = read_form(body, HARMONY, ThoughtMarks((1,), (2,)), "tools").grammar(
+        writing.tokenizer.special_tokens, form_of(body)
+    )
     assert grammar is not None
     compiled = writing.compiler.compile(grammar)
     for answer, fits in answers.items():
@@ -218,7 +219,8 @@ def test_grammars_hold_in_the_right_channel(writing: Writing, fields: dict[str, 
 
 def test_a_grammar_as_form_is_refused_with_its_reason(writing: Writing) -> None:
     with pytest.raises(InvalidRequestError, match="answers in channels"):
-        answer_grammar(asked(), HARMONY, {}, Grammar("grammar", 'root ::= "a"', param="guided_grammar"))
+        form = read_form(asked(), HARMONY, None, "tools")
+        form.grammar({}, Grammar("grammar", 'root ::= "a"', param="guided_grammar"))
 
 
 # Through HTTP

@@ -417,10 +417,10 @@ async def test_a_request_that_the_engine_ended_itself(start_server: StartServer)
 async def test_a_bug_is_a_500_that_says_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret prompt")
 
-    monkeypatch.setattr("gateway.generate.chat.check_chat", broken)
+    monkeypatch.setattr("gateway.generate.chat.read_form", broken)
     answer = await post(served, {})
     assert answer.status_code == 500 and "x-request-id" in answer.headers
     assert answer.json()["error"]["code"] == "internal_error"

@@ -11,6 +11,7 @@ from work_counter import count_work
 
 from engine.errors import InvalidRequestError
 from engine.forms import MAX_GRAMMAR_BYTES
+from gateway.generate.answer_form import read_form
 from gateway.generate.embeddings import EmbeddingRequest
 from gateway.generate.messages import request as messages
 from gateway.generate.messages.request import MessagesRequest
@@ -19,7 +20,6 @@ from gateway.generate.structured import grammar_of
 from gateway.generate.threads import INLINE_CHARS, INLINE_PARTS, is_large
 from gateway.generate.tool_formats import FORMATS
 from gateway.generate.tool_grammars import Function
-from gateway.generate.tools import answer_grammar
 from gateway.generate.translation import rename
 from gateway.generate.wire import ChatCompletionRequest, CompletionRequest
 
@@ -158,7 +158,7 @@ def test_too_long_a_grammar_is_a_clear_400(name: str) -> None:
     parameters = {"type": "object", "properties": {"p": {"enum": ["x" * 100] * 3000}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     with pytest.raises(InvalidRequestError, match="256 KiB") as caught:
-        answer_grammar(chat(tools=tools, tool_choice="required"), FORMATS[name], {})
+        read_form(chat(tools=tools, tool_choice="required"), FORMATS[name], None, "tools").grammar({})
     assert caught.value.param == "tools" and caught.value.message.startswith("'tools' cannot be enforced")
 
 
@@ -192,6 +192,6 @@ def test_a_tool_without_a_schema_is_refused_or_written(name: str, schema: Any) -
     parameters = {"type": "object", "properties": {"p": schema}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     try:
-        answer_grammar(chat(tools=tools, tool_choice="required"), FORMATS[name], {}, False)
+        read_form(chat(tools=tools, tool_choice="required"), FORMATS[name], None, "tools").grammar({})
     except InvalidRequestError as error:
         assert error.param == "tools" and len(error.message) < 300

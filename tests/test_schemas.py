@@ -19,13 +19,13 @@ from test_tools import FORMATS, Function, Parsing, take_apart
 
 import engine.models.demo
 from engine.errors import InvalidRequestError
-from engine.forms import Grammar
+from engine.forms import Grammar, ThoughtMarks
 from engine.structured.compiler import GrammarCompiler
+from gateway.generate.answer_form import read_form
 from gateway.generate.chat import CHAT
 from gateway.generate.lark import integer_pattern
 from gateway.generate.schemas import BOUNDS, prepared
 from gateway.generate.structured import form_of, grammar_of
-from gateway.generate.tools import answer_grammar
 from gateway.generate.wire import CompletionRequest
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
@@ -111,7 +111,7 @@ def test_listed_numbers_are_written_exactly_or_refused(numbers: list[str], place
         body = {"messages": [{"role": "user", "content": "0.10000000000000000001"}], **fields}
         try:
             parsed = CHAT.parse(json.dumps(body).replace(str(HERE[0]), ",".join(numbers)).encode())
-            asked = answer_grammar(parsed, FORMATS[name], {}, form_of(parsed))
+            asked = read_form(parsed, FORMATS[name], ThoughtMarks((1,), (2,)), "tools").grammar({}, form_of(parsed))
         except InvalidRequestError as error:
             assert not exact and (error.param or "").startswith(next(iter(fields)))
             continue

@@ -18,7 +18,7 @@ from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, 
 from engine.forms import Grammar, ThinkingBudget, ThoughtMarks
 from engine.process import frames
 from engine.text.thoughts import ThoughtTracker
-from gateway.generate.prompt_options import UNLIMITED
+from gateway.generate.answer_form import UNLIMITED
 
 MARKS = ThoughtMarks((9,), (7, 8, 7))
 THINKS = TEMPLATE + "{% if add_generation_prompt %}<think>{% endif %}{% if false %}</think>{% endif %}"

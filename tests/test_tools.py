@@ -29,13 +29,13 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from engine.forms import Grammar
 from engine.structured.compiler import GrammarCompiler, Matcher
 from engine.text.tokenizer import CHANNEL_TOKENS, Tokenizer
+from gateway.generate.answer_form import choose_format
 from gateway.generate.answer_parser import ParsedText, Parsing
 from gateway.generate.channels import FINAL
 from gateway.generate.tool_decoders import Call
 from gateway.generate.tool_formats import FORMATS, find_format
 from gateway.generate.tool_grammars import Function
 from gateway.generate.tool_values import form_rule
-from gateway.generate.tools import choose_format
 
 WEATHER = {
     "type": "object",

@@ -2,38 +2,20 @@
 
 import dataclasses
 import secrets
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
-from engine.forms import Grammar, ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answer_parser import Parsing
+from gateway.generate.answer_form import AnswerForm, read_form
 from gateway.generate.answering import ModelEndpoint, caller_of, check_room, choose_model
 from gateway.generate.completions import CompletionStream, chat_logprobs
 from gateway.generate.deltas import OutputDelta
-from gateway.generate.params import GenerationPlan, chat_plan, check_chat, check_texts
-from gateway.generate.prompt_options import (
-    apply_effort,
-    budget_of,
-    check_budget,
-    check_prompt_end,
-    check_thought_before,
-    template_options,
-)
+from gateway.generate.params import GenerationPlan, chat_plan, check_texts
 from gateway.generate.structured import form_of
 from gateway.generate.threads import run_by_size, run_text_work
 from gateway.generate.tool_decoders import Call
-from gateway.generate.tools import (
-    answer_grammar,
-    check_tools,
-    must_call,
-    offered_tools,
-    parsing_of,
-    template_messages,
-)
 from gateway.generate.validation import UNHONOURED
 from gateway.generate.wire import ChatCompletionRequest
 from gateway.http.sse import END
@@ -47,24 +29,16 @@ async def plan_chat(
     """See `ModelEndpoint.plan`. Also used for requests translated from other APIs. `prefix`: prefix of the response id;
     `clip`: see `chat_plan`."""
     caller = caller_of(context, body, tenant, prefix, body.cache_salt)
-    form, marks = context.tool_format, context.thought_marks
-    apply_effort(body, context.tokenizer.chat_template_text, marks is not None)
-    check_budget(body, marks)
-    messages, texts = await run_by_size(context, body, lambda: _read(context, body))
-    await check_room(context, body, sum(map(len, texts)), tenant)
+    form = await run_by_size(context, body, lambda: _read(context, body))
+    await check_room(context, body, sum(map(len, form.texts)), tenant)
 
     def plan() -> GenerationPlan:
-        token_ids = _encode(context, body, messages, texts)
-        prompt_end = context.tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
-        parsing = parsing_of(body, form, marks, prompt_end)
-        answer = form_of(body)
-        grammar = answer_grammar(body, form, context.tokenizer.atomic_tokens, answer)
-        says_anything = answer is None and not must_call(body)
-        budget = budget_of(body, parsing, grammar is not None)
-        if grammar is not None and parsing is not None and (budget is not None or not says_anything):
-            parsing = _before_a_form(parsing, budget, grammar)
-        plan = chat_plan(body, token_ids, context.info, caller, grammar, budget, clip)
-        return dataclasses.replace(plan, parsing=parsing, continues=bool(body.continue_final_message))
+        tokenizer = context.tokenizer
+        token_ids = _encode(context, form)
+        prompt_end = tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
+        rules = form.rules(prompt_end, tokenizer.atomic_tokens, form_of(body))
+        plan = chat_plan(body, token_ids, context.info, caller, rules.grammar, rules.thinking, clip)
+        return dataclasses.replace(plan, parsing=rules.parsing, continues=form.continues)
 
     # always in a thread: the time of a chat template does not follow from the length of the messages
     return await run_text_work(context, plan)
@@ -73,48 +47,18 @@ async def plan_chat(
 async def prompt_ids(context: GatewayContext, body: ChatCompletionRequest) -> list[int]:
     """Return the prompt's token ids of a chat request. Raises the same exceptions as `plan_chat`."""
     choose_model(context, body)
-    return await run_text_work(context, lambda: _encode(context, body, *_read(context, body)))
+    return await run_text_work(context, lambda: _encode(context, _read(context, body, generates=False)))
 
 
-def _read(context: GatewayContext, body: ChatCompletionRequest) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the messages for the chat template, and all texts in the request."""
-    check_chat(body)
-    check_prompt_end(body)
-    form, template = context.tool_format, context.tokenizer.chat_template_text
-    check_tools(body, form, template)
-    return template_messages(body, form, template), list(_texts(body))
+def _read(context: GatewayContext, body: ChatCompletionRequest, *, generates: bool = True) -> AnswerForm:
+    template = context.tokenizer.chat_template_text
+    return read_form(body, context.tool_format, context.thought_marks, template, generates=generates)
 
 
-def _encode(
-    context: GatewayContext, body: ChatCompletionRequest, messages: Sequence[dict[str, Any]], texts: Sequence[str]
-) -> list[int]:
+def _encode(context: GatewayContext, form: AnswerForm) -> list[int]:
     """Return the token ids of the prompt. Slow."""
-    check_texts(texts, context.tokenizer, context.client.info, "messages")
-    options = template_options(body, context.tokenizer.chat_template_text)
-    return context.tokenizer.encode_chat(messages, tools=offered_tools(body), **options)
-
-
-def _before_a_form(parsing: Parsing, budget: ThinkingBudget | None, grammar: Grammar) -> Parsing | None:
-    """Combine a grammar with reasoning: without a budget the grammar applies from the first token and there is no
-    reasoning; with a budget it applies after reasoning at the beginning. A grammar of channels includes reasoning."""
-    if parsing.has_channels:
-        return parsing
-    if budget is None:
-        return None if parsing.format is None else parsing
-    check_thought_before(budget, grammar.param)
-    return dataclasses.replace(parsing, once=True)
-
-
-def _texts(body: ChatCompletionRequest) -> Iterator[str]:
-    """Yield the texts of the messages and the descriptions of the tools."""
-    for message in body.messages:
-        if isinstance(message.content, str):
-            yield message.content
-        else:
-            yield from (part.text for part in message.content or ())
-        yield from (call.function.arguments for call in message.tool_calls or ())
-        yield message.reasoning or message.reasoning_content or ""
-    yield from (tool.function.description or "" for tool in body.tools or ())
+    check_texts(form.texts, context.tokenizer, context.client.info, "messages")
+    return context.tokenizer.encode_chat(form.messages, tools=form.tools, **form.options)
 
 
 class ChatFormat(CompletionStream):

@@ -127,19 +127,6 @@ def check_stream_options(body: GenerationBody) -> None:
         raise InvalidRequestError("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
 
 
-def check_chat(body: ChatCompletionRequest) -> None:
-    """Check combinations of fields of a chat request. Raises InvalidRequestError."""
-    check_stream_options(body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequestError("'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs")
-    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
-        raise InvalidRequestError("'max_tokens' and 'max_completion_tokens' differ; send only one.", param="max_tokens")
-    for index, message_ in enumerate(body.messages):
-        if message_.content is None and message_.role not in ("assistant", "tool"):
-            param = f"messages[{index}].content"
-            raise InvalidRequestError(f"'{param}' must not be empty.", param=param)
-
-
 def check_completion(body: CompletionRequest) -> None:
     """Check combinations of fields of a completion request. Raises InvalidRequestError."""
     check_stream_options(body)
