@@ -62,9 +62,6 @@ class StubEngine:
         for request_id in list(self._streams):
             self.abort(request_id)
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        """Refuse nothing."""
-
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         streams = []
         for request in requests:

@@ -472,16 +472,6 @@ class EngineClient(Protocol):
         """Refuse new requests, wait at most `drain_seconds` for running ones, abort the rest, and stop."""
         ...
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        """Raise the error that `submit` would raise now for any request of this tenant and class.
-
-        The gateway calls it before it spends work on a request. `prompt_tokens` is an estimate for the load record.
-
-        Raises:
-            QueueFullError, EngineUnavailableError.
-        """
-        ...
-
     async def submit(self, requests: Sequence[EngineRequest]) -> Sequence[OutputStream]:
         """Queue requests, all or none, and return their streams in the same order.
 

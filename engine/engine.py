@@ -11,9 +11,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +26,6 @@ from engine.api import (
     FinishReason,
     Lane,
     LoadReport,
-    RequestClass,
     RequestOutput,
     RequestTimes,
     SamplingParams,
@@ -55,7 +54,6 @@ from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOu
 from engine.scheduling.recovery import RETRY_AFTER
 from engine.scheduling.report import report_load, report_stats
 from engine.stream import RequestStream
-from predictor.promise import Promise
 
 if TYPE_CHECKING:  # the engine runs without the grammar compiler, the flight recorder and torch
     from engine.execution.ranks.leader import Leader
@@ -220,12 +218,6 @@ class Engine:
         if self._ranks is not None:
             await asyncio.to_thread(self._ranks.close)
 
-    def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        """See EngineClient.check_room."""
-        self._check_accepting()
-        with self._noting_refusal(request_class, prompt_tokens):
-            self.core.admission.check_room(request_class, tenant, self._clock())
-
     def _check_accepting(self) -> None:
         state = self.state
         if state is EngineState.DRAINING:
@@ -234,16 +226,6 @@ class Engine:
             raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
         if self.core.recovery.sick_since is not None:
             raise EngineUnavailableError(f"The engine is not ready: {self.trouble}.", retry_after=RETRY_AFTER)
-
-    @contextmanager
-    def _noting_refusal(
-        self, request_class: RequestClass, prompt_tokens: int, promise: Promise | None = None
-    ) -> Iterator[None]:
-        try:
-            yield
-        except RetryableError:
-            self._tell_keeper(Colocation.on_refused, request_class, prompt_tokens, self._clock(), promise)
-            raise
 
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         """See EngineClient.submit."""
@@ -340,8 +322,12 @@ class Engine:
                 code="model_not_found",
             )
         self._watchdog.on_work()
-        with self._noting_refusal(request.request_class, len(request.prompt_token_ids), request.promise):
+        try:
             self.core.add_request(request, self._clock())
+        except RetryableError:
+            length = len(request.prompt_token_ids)
+            self._tell_keeper(Colocation.on_refused, request.request_class, length, self._clock(), request.promise)
+            raise
         if request.resumed is None and not request.probe:
             self._tell_keeper(Colocation.on_arrival, request.request_class, self._clock())
         if request.promise is not None:

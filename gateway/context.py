@@ -138,6 +138,13 @@ class GatewayContext:
         ends = self.tokenizer.ends_at(info.eos_token_ids)
         return info if ends == info.eos_token_ids else replace(info, eos_token_ids=ends)
 
+    def check_room(self, tenant: str) -> None:
+        """Refuse a request that cannot be queued, before its body is read. Its submission decides about the rest.
+
+        Raises EngineUnavailableError, and ApiError 429 if the tenant has no room for the smallest request."""
+        self.lifecycle.check_accepting()
+        self.admissions.check(tenant)
+
     async def reload_keys(self) -> None:
         """Reload the key file; running requests are not affected. Raises ConfigError, keeping the old keys."""
         await anyio.to_thread.run_sync(self.keys.reload)

@@ -81,8 +81,6 @@ class FakeEngine:
         self.lanes: dict[str, Lane] = {}
         self.started = False
         self.add_errors: list[TidemillError] = []
-        self.room_error: TidemillError | None = None
-        self.looked_for_room: list[tuple[RequestClass, int]] = []
         self.requests: list[EngineRequest] = []
         self.events: list[tuple[str, str]] = []
         self.aborts: list[tuple[str, FinishReason]] = []
@@ -115,11 +113,6 @@ class FakeEngine:
                 self._log("drain over", "")
         for request_id in list(self._streams):
             self.abort(request_id)
-
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        self.looked_for_room.append((request_class, prompt_tokens))
-        if self.room_error is not None:
-            raise self.room_error
 
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         streams: list[RequestStream] = []
@@ -345,9 +338,6 @@ class LocalEngine:
 
     async def stop(self, _drain_seconds: float = 0.0) -> None:
         await self._engine.stop()
-
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        self._engine.check_room(request_class, prompt_tokens, tenant)
 
     async def stats(self) -> EngineStats:
         return self._engine.stats()

@@ -180,7 +180,6 @@ async def test_without_any_engine_requests_wait_and_lines_longer(tmp_path: Path)
         await until(lambda: fleet.state is EngineState.DEGRADED)
         await until(lambda: not any(member.engine.is_up for member in fleet._members))
         assert fleet.trouble is not None and "engine 1" in fleet.trouble
-        await fleet.check_room(RequestClass.ONLINE, 5, "")  # nobody knows
         waiting = asyncio.create_task(collect(fleet, request("waiting")))  # type: ignore[arg-type]
         line = asyncio.create_task(collect(fleet, mixture()[-1]))  # type: ignore[arg-type]
         await asyncio.sleep(0)

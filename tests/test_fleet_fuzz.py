@@ -76,9 +76,6 @@ class FakeFleetEngine:
     async def stats(self) -> EngineStats:
         return EngineStats()
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        pass
-
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         if not self.is_up:
             raise EngineUnavailableError("away", retry_after=1.0)

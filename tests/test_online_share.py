@@ -176,16 +176,6 @@ def test_a_queue_that_one_tenant_fills_has_room_for_another(policy: str) -> None
         core.add_request(chat("light5", 10, "light"), 0.0)
 
 
-def test_a_look_at_the_queue_knows_whose_it_is() -> None:
-    """What is asked before a prompt is read refuses nobody that the queue would take: callers without a key fill it."""
-    core = make_core(max_num_waiting=10)
-    for index in range(10):
-        core.add_request(chat(f"anonymous{index}", 10, ""), 0.0)
-    core.admission.check_room(RequestClass.ONLINE, "light", 0.0)
-    with pytest.raises(QueueFullError):
-        core.admission.check_room(RequestClass.ONLINE, "", 0.0)
-
-
 def test_a_tenant_that_was_away_neither_saves_up_nor_sheds_a_debt() -> None:
     core = make_core()
     for index in range(3):

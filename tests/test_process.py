@@ -262,7 +262,6 @@ async def test_a_new_request_waits_for_the_next_process_as_long_as_it_may(
         engine._life.child.kill()
         await until(lambda: engine.state is EngineState.DEGRADED)
         assert engine.trouble is not None
-        await engine.check_room(RequestClass.ONLINE, 5, "")  # nobody knows
         waiting = asyncio.create_task(collect(engine, request("waiting")))
         line = asyncio.create_task(collect(engine, mixture()[-1]))
         await until(lambda: len(engine._requests.open) == 2)

@@ -110,15 +110,6 @@ class FleetClient:
             return None
         return "; ".join(f"engine {number}: {why or 'not ready'}" for number, why in troubles)
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        """See EngineClient.check_room. The engine with the shortest wait is asked; without one the check passes."""
-        self._check_accepting()
-        members = self._living()
-        if members:
-            number = sal(self._online_loads(members), RoutedPrompt(prompt_tokens))
-            with self._noting_refusal(request_class):
-                await self._members[number].engine.check_room(request_class, prompt_tokens, tenant)
-
     async def submit(self, requests: Sequence[EngineRequest]) -> Sequence[OutputStream]:
         """See EngineClient.submit. All requests go to one engine because they share a prompt.
 

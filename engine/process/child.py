@@ -248,8 +248,6 @@ class EngineServer:
                 self._num_received += len(requests)
                 for request in requests:
                     self._resume(request)
-            case frames.CheckRoom(call, request_class, prompt_tokens, tenant):
-                self._answer(call, lambda: self._engine.check_room(request_class, prompt_tokens, tenant))
             case frames.Abort(request_id, reason):
                 if (preparing := self._preparing.pop(request_id, None)) is not None:
                     preparing.cancel()

@@ -162,13 +162,6 @@ class EngineProcess:
 
     # Requests
 
-    async def check_room(self, request_class: RequestClass, prompt_tokens: int, tenant: str) -> None:
-        """See EngineClient.check_room. Without a process this passes, and `submit` waits for one."""
-        self._life.check_accepting()
-        if self._life.ready.is_set():
-            with suppress(GoneError):
-                await self._link.calls.ask(lambda call: frames.CheckRoom(call, request_class, prompt_tokens, tenant))
-
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         """See EngineClient.submit. Without a process an online request waits up to `patience`, a batch line forever."""
         self._life.check_accepting()

@@ -17,7 +17,6 @@ from engine.api import (
     FinishReason,
     Lane,
     LoadReport,
-    RequestClass,
     RequestOutput,
 )
 from engine.config import EngineConfig
@@ -67,15 +66,6 @@ class Resume(Message, frozen=True):
     requests: tuple[EngineRequest, ...]
 
 
-class CheckRoom(Message, frozen=True):
-    """Check whether a request would be accepted. Answered by `Answer` or `Refused`."""
-
-    call: int
-    request_class: RequestClass
-    prompt_tokens: int
-    tenant: str
-
-
 class Abort(Message, frozen=True):
     """Abort a request that the gateway has already ended. No answer."""
 
@@ -111,7 +101,7 @@ class Shutdown(Message, frozen=True):
 
 
 ToEngine = (
-    Launch | Begin | Submit | Resume | CheckRoom | Abort | SetLane | AskStats | Regroup | Shutdown
+    Launch | Begin | Submit | Resume | Abort | SetLane | AskStats | Regroup | Shutdown
 )  # fmt: skip
 
 

@@ -7,13 +7,11 @@ the expected wait is zero.
 """
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import chain, takewhile
 
-from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams
+from engine.api import EngineRequest, Lane, RequestClass, RequestTimes
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
@@ -41,8 +39,6 @@ FLEX_RETRY_SECONDS = 5.0
 DEFAULT_RETRY_SECONDS = 1.0
 SURE = 2.0
 """Expected length of an answer with a deadline, in mean lengths of recent answers."""
-SMALLEST = EngineRequest("", (0,), SamplingParams(max_tokens=1))
-"""The smallest possible request: if it is refused, so is every other."""
 
 
 def new_request(state: SchedulerState, spec: EngineRequest, times: RequestTimes) -> Request:
@@ -94,15 +90,14 @@ class Admission:
             return request
         if request.request_class is RequestClass.ONLINE:
             request.num_expected_hits = len(state.cache.find_prefix(request)) * state.config.block_size
-            self._check_online(request, now)
+            try:
+                check_room(state, request, now)
+            except QueueFullError:
+                state.counters.refused_requests += 1
+                raise
         elif spec.lane is Lane.FLEX:
             self._check_flex(spec)
         return request
-
-    def check_room(self, request_class: RequestClass, tenant: str, now: float) -> None:
-        """Raise QueueFullError if even the smallest request of this class and tenant would be refused now."""
-        if request_class is RequestClass.ONLINE:
-            self._check_online(Request(replace(SMALLEST, tenant=tenant), RequestTimes(arrival=now), sys.maxsize), now)
 
     def note_end(self, request: Request) -> None:
         """Update the mean lengths of online prompts and answers."""
@@ -115,13 +110,6 @@ class Admission:
             state.num_answers += 1
             weight = max(FORGETTING, 1.0 / state.num_answers)
             state.mean_output += weight * (request.num_output_tokens - state.mean_output)
-
-    def _check_online(self, request: Request, now: float) -> None:
-        try:
-            check_room(self._state, request, now)
-        except QueueFullError:
-            self._state.counters.refused_requests += 1
-            raise
 
     def _check_flex(self, spec: EngineRequest) -> None:
         """Refuse a flex request if `max_num_waiting` requests wait and its tenant has its equal share.

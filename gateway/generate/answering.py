@@ -16,7 +16,6 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from engine.api import RequestClass
 from engine.errors import TidemillError
 from engine.panics import as_error
 from engine.turns import Turns
@@ -117,17 +116,6 @@ def check_encoding(request: Request) -> None:
         raise ApiError(415, "Content-Encoding is not supported; send the request body uncompressed.")
 
 
-async def check_room(context: GatewayContext, body: ModelBody, num_chars: int, tenant: str) -> None:
-    """Raise QueueFullError or EngineUnavailableError if the engine would refuse a prompt of about `num_chars`.
-
-    Called before the prompt is tokenized. Short prompts are not checked: tokenizing them is faster than asking the
-    engine process, which checks again on submission. Neither are requests with a promise of their own."""
-    if num_chars <= READ_INLINE or context.promise is not None:
-        return
-    request_class = RequestClass.OFFLINE if context.is_offline else body.request_class
-    await context.client.check_room(request_class, num_chars // CHARS_PER_TOKEN, tenant)
-
-
 async def begin(request: Request, plan: GenerationPlan) -> Generation:
     """Submit a plan as soon as its tenant's quota allows.
 
@@ -139,7 +127,6 @@ async def begin(request: Request, plan: GenerationPlan) -> Generation:
     try:
         if not place.granted.is_set():
             await _wait_for(request, place, admissions)
-        context.lifecycle.check_accepting()
         generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics)
     except BaseException:
         admissions.leave(place)
@@ -244,8 +231,7 @@ class ModelEndpoint(JsonPost[BodyT]):
     async def answer(self, request: Request) -> Response:
         # no docstring, because OpenAPI would show it for every path
         context, tenant = context_of(request), tenant_of(request)
-        context.lifecycle.check_accepting()
-        context.admissions.check(tenant)
+        context.check_room(tenant)
         body = await read_body(request, self.parse)
         promise = None
         if body.service_tier != "flex":

@@ -9,7 +9,7 @@ import orjson
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_form import AnswerForm, read_form
-from gateway.generate.answering import ModelEndpoint, caller_of, check_room, choose_model
+from gateway.generate.answering import ModelEndpoint, caller_of, choose_model
 from gateway.generate.completions import CompletionStream, chat_logprobs
 from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import GenerationPlan, chat_plan, check_texts
@@ -30,7 +30,6 @@ async def plan_chat(
     `clip`: see `chat_plan`."""
     caller = caller_of(context, body, tenant, prefix, body.cache_salt)
     form = await run_by_size(context, body, lambda: _read(context, body))
-    await check_room(context, body, sum(map(len, form.texts)), tenant)
 
     def plan() -> GenerationPlan:
         tokenizer = context.tokenizer

@@ -11,7 +11,7 @@ from engine.api import TokenLogprobs
 from engine.text.detokenizer import detokenizer_for
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, ModelEndpoint, caller_of, check_room
+from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, ModelEndpoint, caller_of
 from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import (
     GenerationPlan,
@@ -163,21 +163,19 @@ async def plan_completion(context: GatewayContext, body: CompletionRequest, tena
         prompts = encode_prompts(context, body.prompt, "prompt", is_raw=body.add_special_tokens is False)
         return completion_plan(body, prompts, context.info, caller, grammar_of(body))
 
-    return await plan_by_length(context, body, body.prompt, tenant, plan, is_fast=not is_structured(body))
+    return await plan_by_length(context, body, body.prompt, plan, is_fast=not is_structured(body))
 
 
 async def plan_by_length(
     context: GatewayContext,
     body: ModelBody,
     prompts: Sequence[str | list[int]],
-    tenant: str,
     plan: Callable[[], GenerationPlan],
     is_fast: bool = True,
 ) -> GenerationPlan:
-    """Check the room for prompts, then plan: at once for short prompts in a small body, else in a thread. `is_fast`:
-    the rest of the plan is fast. Raises the exceptions of `check_room` and `plan`."""
+    """Plan at once for short prompts in a small body, else in a thread. `is_fast`: the rest of the plan is fast. Raises
+    the exceptions of `plan`."""
     num_chars = sum(len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in prompts)
-    await check_room(context, body, num_chars, tenant)
     at_once = is_fast and num_chars <= READ_INLINE and not is_large(body)
     return plan() if at_once else await run_text_work(context, plan)
 
