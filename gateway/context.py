@@ -125,7 +125,7 @@ class GatewayContext:
     body_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Limits large bodies to one piece per round of the event loop."""
     is_offline: bool = False
-    """No client waits for the answers, see `generate.threads`."""
+    """No client waits for the answers, see `generate.answering`."""
     promise: Promise | None = None
     """Promise to the request that is planned; None: that of the default class."""
     on_new_keys: list[Callable[[], Awaitable[None]]] = field(default_factory=list)

@@ -14,8 +14,9 @@ from gateway.generate.answering import ModelEndpoint
 from gateway.generate.chat import CHAT
 from gateway.generate.completions import COMPLETIONS
 from gateway.generate.embeddings import EMBEDDINGS
+from gateway.generate.messages import COUNT_TOKENS, MESSAGES, count_tokens
+from gateway.generate.responses import INPUT_TOKENS, RESPONSES, input_tokens
 from gateway.generate.tokenize import DETOKENIZE, TOKENIZE, TOKENIZE_CHAT, detokenize, tokenize
-from gateway.generate.translated import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RESPONSES, count_tokens, input_tokens
 from gateway.generate.validation import JsonPost, Unhonoured
 from gateway.http.errors import MESSAGES_PATH
 

@@ -55,7 +55,7 @@ from gateway.batch.input import LinePlaces, check_input, prefix_key, read_lines
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.run import BatchLimits
 from gateway.batch.worker import BatchWorker
-from gateway.generate.threads import at_half_speed
+from gateway.generate.answering import at_half_speed
 from gateway.models import ModelNames
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder
@@ -722,7 +722,7 @@ async def test_only_a_long_line_of_a_batch_rests(
         rests.append(1)
         return work()
 
-    monkeypatch.setattr("gateway.generate.threads.at_half_speed", count)
+    monkeypatch.setattr("gateway.generate.answering.at_half_speed", count)
     async with batch_server(tokenizer, tmp_path) as (_, client):
         await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
         assert not rests

@@ -25,12 +25,10 @@ from test_tools import FUNCTIONS, TOOLS, Writing, take_apart
 from engine.errors import InvalidRequestError
 from engine.forms import Grammar, ThoughtMarks
 from engine.text.tokenizer import Tokenizer
-from gateway.generate.answer_form import choose_format, find_marks, read_form
-from gateway.generate.answer_parser import ParsedText, Parsing
-from gateway.generate.channels import ANALYSIS, FINAL, MAX_HEADER_CHARS
-from gateway.generate.structured import form_of
+from gateway.generate.answer_form import choose_format, find_marks, form_of, read_form
+from gateway.generate.answer_parser import MAX_HEADER_CHARS, ParsedText, Parsing
 from gateway.generate.tool_decoders import Call
-from gateway.generate.tool_formats import FORMATS
+from gateway.generate.tool_formats import ANALYSIS, FINAL, FORMATS
 from gateway.generate.wire import ChatCompletionRequest
 
 HARMONY = FORMATS["harmony"]

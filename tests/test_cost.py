@@ -22,8 +22,8 @@ from gateway.batch.forecast import Forecast
 from gateway.batch.input import check_input
 from gateway.batch.line import read_head
 from gateway.endpoints import ENDPOINTS, POSTS
+from gateway.generate.grammars import Function
 from gateway.generate.tool_formats import END_THINK, FORMATS
-from gateway.generate.tool_grammars import Function
 from gateway.generate.validation import JsonPost, parse_json
 from gateway.store.objects import BatchJob, BatchStatus, Usage
 

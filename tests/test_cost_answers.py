@@ -27,8 +27,8 @@ from engine.structured.ready import Grammars
 from engine.text.stopping import OutputTextStream
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
+from gateway.generate.grammars import Function
 from gateway.generate.tool_formats import FORMATS
-from gateway.generate.tool_grammars import Function
 
 # Answers, taken apart
 

@@ -16,8 +16,8 @@ from engine.errors import InvalidRequestError
 from engine.forms import Grammar, GrammarKind
 from engine.structured.compiler import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
-from gateway.generate.name_patterns import names_of
-from gateway.generate.structured import form_of
+from gateway.generate.answer_form import form_of
+from gateway.generate.schemas import names_of
 from gateway.generate.wire import CompletionRequest
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"

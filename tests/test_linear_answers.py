@@ -15,13 +15,11 @@ from work_counter import count_work
 
 from engine.api import FinishReason, TokenLogprobs
 from gateway.generate import answer_parser
-from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, ParsedText, Parsing
+from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, OutputDelta, ParsedText, Parsing
 from gateway.generate.answering import INLINE_ANSWER_PARTS, collect
 from gateway.generate.choices import Generation, Used
 from gateway.generate.completions import CompletionLogprobs, chat_logprobs
-from gateway.generate.deltas import OutputDelta
-from gateway.generate.python_calls import MAX_DEPTH, read_calls
-from gateway.generate.tool_decoders import Call
+from gateway.generate.tool_decoders import MAX_DEPTH, Call, read_calls
 from gateway.generate.tool_formats import FORMATS
 
 CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'

@@ -11,16 +11,15 @@ from work_counter import count_work
 
 from engine.errors import InvalidRequestError
 from engine.forms import MAX_GRAMMAR_BYTES
-from gateway.generate.answer_form import read_form
+from gateway.generate import messages
+from gateway.generate.answer_form import grammar_of, read_form
+from gateway.generate.answering import INLINE_CHARS, INLINE_PARTS, is_large
 from gateway.generate.embeddings import EmbeddingRequest
-from gateway.generate.messages import request as messages
-from gateway.generate.messages.request import MessagesRequest
-from gateway.generate.responses.request import ResponsesRequest
-from gateway.generate.structured import grammar_of
-from gateway.generate.threads import INLINE_CHARS, INLINE_PARTS, is_large
+from gateway.generate.grammars import Function
+from gateway.generate.messages import MessagesRequest
+from gateway.generate.responses import ResponsesRequest
 from gateway.generate.tool_formats import FORMATS
-from gateway.generate.tool_grammars import Function
-from gateway.generate.translation import rename
+from gateway.generate.validation import rename
 from gateway.generate.wire import ChatCompletionRequest, CompletionRequest
 
 USER = {"role": "user", "content": "x"}

@@ -28,7 +28,7 @@ from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRun
 from gateway.commands import preflight
 from gateway.commands.flags import add_flags, find_given, flags_of
 from gateway.config import ServerConfig
-from gateway.generate.promises import promise_of
+from gateway.generate.params import promise_of
 from gateway.generate.wire import ChatCompletionRequest
 from gateway.http.errors import ApiError
 from gateway.http.keys import Key, load_keys

@@ -21,11 +21,10 @@ import engine.models.demo
 from engine.errors import InvalidRequestError
 from engine.forms import Grammar, ThoughtMarks
 from engine.structured.compiler import GrammarCompiler
-from gateway.generate.answer_form import read_form
+from gateway.generate.answer_form import form_of, grammar_of, read_form
 from gateway.generate.chat import CHAT
-from gateway.generate.lark import integer_pattern
+from gateway.generate.grammars import integer_pattern
 from gateway.generate.schemas import BOUNDS, prepared
-from gateway.generate.structured import form_of, grammar_of
 from gateway.generate.wire import CompletionRequest
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"

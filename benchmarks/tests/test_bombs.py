@@ -26,10 +26,8 @@ from engine.text import chat_template
 from engine.text import tokenizer as text
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.input import check_input, read_envelope
-from gateway.generate import chat, wire
-from gateway.generate.answering import INLINE_BYTES, read_json
-from gateway.generate.messages import request as messages
-from gateway.generate.threads import INLINE_PARTS
+from gateway.generate import chat, messages, wire
+from gateway.generate.answering import INLINE_BYTES, INLINE_PARTS, read_json
 from gateway.generate.validation import parse_json
 from gateway.http import json_text
 from gateway.http.json_text import LIMITS, JsonSize, TooMuchJson, count_json, load_json

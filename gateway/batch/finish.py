@@ -10,7 +10,7 @@ from gateway.batch.input import InputReport, check_apart
 from gateway.batch.journal import JournalReader
 from gateway.batch.results import ResultBuilder
 from gateway.batch.run import BatchRun, in_thread, to_end
-from gateway.generate.threads import at_half_speed
+from gateway.generate.answering import at_half_speed
 from gateway.http.errors import MESSAGES_PATH
 from gateway.http.quotas import TENANT_LIMIT
 from gateway.models import ModelNames

@@ -18,10 +18,9 @@ from gateway.batch.failures import Cause, cause_of
 from gateway.batch.feed import LineSizes
 from gateway.context import GatewayContext
 from gateway.endpoints import ENDPOINTS
-from gateway.generate.answering import ModelEndpoint, collect
+from gateway.generate.answering import ModelEndpoint, collect, run_text_work
 from gateway.generate.choices import Generation
 from gateway.generate.params import GenerationPlan
-from gateway.generate.threads import run_text_work
 from gateway.http.errors import to_api_error
 from gateway.http.json_text import load_json
 from gateway.store.objects import Usage

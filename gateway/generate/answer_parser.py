@@ -5,17 +5,218 @@ partial mark, MAX_BLANKS characters of white space, MAX_CALL_CHARS characters of
 depend on how the text is split into pieces. Text that looks like a call but is invalid is emitted unchanged.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from engine.api import TokenLogprobs
 from engine.forms import ThoughtMarks
 from engine.text.thoughts import ThoughtTracker
-from gateway.generate.channels import ChannelParser
-from gateway.generate.deltas import Marks, ParsedText
+from gateway.generate.grammars import Function
 from gateway.generate.tool_decoders import Call
-from gateway.generate.tool_formats import END_THINK, THINK, ToolFormat
-from gateway.generate.tool_grammars import Function
+from gateway.generate.tool_formats import (
+    CHANNEL,
+    END,
+    END_THINK,
+    MESSAGE,
+    START,
+    STOPS,
+    THINK,
+    ToolFormat,
+    decode_channel,
+)
+
+
+@dataclass(slots=True)
+class ParsedText:
+    """Parsed output of one `push`."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.text or self.reasoning or self.calls)
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """New output of one choice."""
+
+    index: int
+    """Index of the choice."""
+    text: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[tuple[int, TokenLogprobs]] = ()
+    """Visible tokens with their logprobs."""
+    finish_reason: str | None = None
+    """Set on the last delta of the choice."""
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
+    """Complete tool calls."""
+    stop: str | None = None
+    """The stop string that ended the choice, if any."""
+    embedding: bytes = b""
+    """The vector of an embedding request, or the scores of the prompt (`Pooling.SCORES`), float32 little-endian."""
+
+
+class Marks:
+    """The marks that end a region of an answer."""
+
+    def __init__(self, *marks: str) -> None:
+        self._marks = [mark for mark in marks if mark]
+        self._pattern = re.compile("|".join(map(re.escape, self._marks))) if self._marks else None
+        self.longest = max(map(len, self._marks), default=0)
+
+    def find(self, text: str, start: int, stop: int) -> re.Match[str] | None:
+        return None if self._pattern is None else self._pattern.search(text, start, stop)
+
+    def begin(self, text: str, start: int) -> int:
+        """Return the position of a partial mark at the end of the text, or the length of the text."""
+        first = len(text)
+        for mark in self._marks:
+            at = text.find(mark[0], max(start, len(text) - len(mark) + 1))
+            while at >= 0 and not mark.startswith(text[at:]):
+                at = text.find(mark[0], at + 1)
+            first = first if at < 0 else min(first, at)
+        return first
+
+
+MAX_HEADER_CHARS = 256
+"""Maximum length of a header; a longer one is emitted as text."""
+_GAP = "\n\n"  # between messages of the same kind
+_ROLE = re.compile(r"^\s*assistant\b")
+_NAME = re.compile(r"<\|channel\|>\s*(analysis|commentary|final|\w+)\s*")
+_PEOPLE = ("", "user", "assistant", "all")  # recipients of messages that are no calls
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class _Message(Enum):
+    HEADER = auto()
+    SAID = auto()
+    THOUGHT = auto()
+    CALL = auto()
+
+
+class ChannelParser:
+    """Incremental parser of an answer in channels, see `AnswerParser`.
+
+    In a message without `<|message|>`, the text follows the channel. A call that is not offered or invalid is text with
+    its header. `opening`: the message that the prompt begins.
+    """
+
+    def __init__(self, functions: Mapping[str, Function], parallel: bool, opening: str, max_call_chars: int) -> None:
+        self._functions, self._parallel, self._max_call_chars = functions, parallel, max_call_chars
+        self._marks = Marks(START, CHANNEL, MESSAGE, END, *STOPS)
+        self._tail = ""  # possible beginning of a mark
+        self._held: list[str] = []  # a header, or the arguments of a call
+        self._name = self._header = ""  # of the current message
+        self._has_called = False
+        self._texts: dict[_Message, list[str]] = {_Message.SAID: [], _Message.THOUGHT: []}
+        self._gaps = dict.fromkeys(self._texts, "")  # text before the next text
+        self._spoken: set[_Message] = set()  # regions with text
+        self._calls: list[Call] = []
+        self._begin(_Message.HEADER, MAX_HEADER_CHARS)
+        if CHANNEL in opening:
+            self.push(opening)
+            self._spoken.clear()
+            self._gaps = dict.fromkeys(self._texts, "")
+
+    def push(self, text: str, final: bool = False) -> ParsedText:
+        """Parse more text; `final`: the answer ends, so emit all held-back text."""
+        text, at = self._tail + text, 0
+        while (mark := self._marks.find(text, at, len(text))) is not None:
+            self._add(text[at : mark.start()])
+            self._cross(mark[0])
+            at = mark.end()
+        end = len(text) if final else self._marks.begin(text, at)
+        self._add(text[at:end])
+        self._tail = text[end:]
+        if final:
+            self._close()
+        said, thoughts = ("".join(texts) for texts in self._texts.values())
+        piece = ParsedText(said, thoughts, self._calls)
+        self._texts, self._calls = {region: [] for region in self._texts}, []
+        return piece
+
+    def _begin(self, region: _Message, room: int = 0) -> None:
+        self._region, self._room = region, room
+        self._held = []
+
+    def _add(self, text: str) -> None:
+        """Add text to the current region. A header or call that becomes too long is text."""
+        if self._region in self._texts:
+            self._emit(self._region, text)
+            return
+        self._held.append(text)
+        self._room -= len(text)
+        if self._room < 0:
+            header = self._header if self._region is _Message.CALL else ""
+            self._emit(_Message.SAID, header + "".join(self._held))
+            self._begin(_Message.SAID)
+
+    def _emit(self, region: _Message, text: str) -> None:
+        if text:
+            self._texts[region] += (self._gaps[region], text)
+            self._gaps[region] = ""
+            self._spoken.add(region)
+
+    def _cross(self, mark: str) -> None:
+        """Handle a mark: it continues a header, or ends a header or a message."""
+        is_header = self._region is _Message.HEADER
+        if is_header and mark == MESSAGE:
+            self._open("".join(self._held))
+        elif mark == MESSAGE or (is_header and mark == CHANNEL):
+            self._add(mark)
+        else:
+            self._close()
+            self._begin(_Message.HEADER, MAX_HEADER_CHARS)
+            if mark == CHANNEL:
+                self._add(mark)
+
+    def _open(self, header: str) -> None:
+        """Begin the text of a message."""
+        recipient, channel = _RECIPIENT.search(header), _NAME.search(header)
+        self._name = "" if recipient is None else recipient[1].removeprefix("functions.")
+        self._header = _ROLE.sub("", header, 1) + MESSAGE
+        if self._name in self._functions:
+            self._begin(_Message.CALL, self._max_call_chars)
+        elif channel is not None and channel[1] == "analysis":
+            self._begin(_Message.THOUGHT)
+        else:
+            self._begin(_Message.SAID)
+            if self._name not in _PEOPLE:
+                self._emit(_Message.SAID, self._header)
+
+    def _close(self) -> None:
+        """End the current header or message; the next text is separated from this one."""
+        if self._region is _Message.HEADER:
+            self._close_header("".join(self._held))
+        elif self._region is _Message.CALL:
+            self._close_call("".join(self._held))
+        for region in self._spoken:
+            self._gaps[region] = _GAP
+
+    def _close_header(self, header: str) -> None:
+        """Emit the text of a message without `<|message|>`."""
+        rest = _ROLE.sub("", header, 1)
+        channel = _NAME.match(rest)
+        text = rest if channel is None else rest[channel.end() :]
+        if text.strip():
+            self._emit(_Message.THOUGHT if channel and channel[1] == "analysis" else _Message.SAID, text)
+
+    def _close_call(self, arguments: str) -> None:
+        try:
+            calls = decode_channel(self._name + MESSAGE + arguments, self._functions)
+        except ValueError:
+            self._emit(_Message.SAID, self._header + arguments)
+            return
+        if self._parallel or not self._has_called:
+            self._calls += calls
+        self._has_called = True
+
 
 MAX_BLANKS = 256
 """Maximum white space in characters that is dropped next to reasoning and calls; the excess is emitted as text."""

@@ -1,11 +1,17 @@
 """Request reading, admission and responses, streamed or not, common to all generating endpoints.
 
 An `AnswerFormat` defines the JSON of an endpoint's chunks and responses.
+
+Python work runs on the event loop, in threads, or at half speed beside model steps: each of a step's many small
+operations must reacquire the GIL, so a busy thread slows a step down many times. Background work therefore sleeps as
+long as it has run.
 """
 
 import asyncio
+import functools
+import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +19,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import anyio.to_thread
 import orjson
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -20,10 +27,9 @@ from engine.errors import TidemillError
 from engine.panics import as_error
 from engine.turns import Turns
 from gateway.context import GatewayContext, context_of, key_of, tenant_of, tier_of
+from gateway.generate.answer_parser import OutputDelta
 from gateway.generate.choices import Generation
-from gateway.generate.deltas import OutputDelta
-from gateway.generate.params import Caller, GenerationPlan
-from gateway.generate.promises import promise_of
+from gateway.generate.params import Caller, GenerationPlan, promise_of
 from gateway.generate.validation import JsonPost
 from gateway.generate.wire import ModelBody
 from gateway.http.errors import ApiError, log_unexpected, to_api_error
@@ -31,6 +37,60 @@ from gateway.http.quotas import Admissions, AdmissionSlot
 from gateway.http.sse import EventStream, run_while_connected
 from gateway.models import Model
 from predictor.slo import parse_slo
+
+ResultT = TypeVar("ResultT")
+
+INLINE_PARTS = 256  # objects and list entries: planning takes about 10 us each
+INLINE_CHARS = 32 * 1024  # characters of all strings
+LONGEST_REST = 0.05
+"""Maximum sleep in seconds."""
+
+
+def is_large(body: Any) -> bool:
+    """Return whether the body has more than INLINE_PARTS objects and list entries or INLINE_CHARS characters in total.
+    Visits at most INLINE_PARTS objects and lists."""
+    parts, chars = 0, 0
+    waiting = [body]
+    while waiting:
+        value = waiting.pop()
+        children: Iterable[Any] = ()
+        if isinstance(value, str):
+            chars += len(value)
+        elif isinstance(value, BaseModel):
+            children = [child for child in value.__dict__.values() if child is not None]
+            parts += 1
+        elif isinstance(value, list | tuple | dict):
+            parts += len(value)
+            if isinstance(value, dict):
+                children = [*value, *value.values()] if parts <= INLINE_PARTS else ()
+            else:
+                children = value
+        if parts > INLINE_PARTS or chars > INLINE_CHARS:
+            return True
+        waiting.extend(children)
+    return False
+
+
+async def run_by_size(context: GatewayContext, body: BaseModel, work: Callable[[], ResultT]) -> ResultT:
+    """Run work whose time grows with the body: at once for a small body, else in a thread, one request at a time."""
+    if not is_large(body):
+        return work()
+    return await anyio.to_thread.run_sync(work, limiter=context.parse_thread)
+
+
+async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) -> ResultT:
+    """Run tokenization or similar work in a worker thread, at half speed for offline work."""
+    paced = functools.partial(at_half_speed, work) if context.is_offline else work
+    return await anyio.to_thread.run_sync(paced, limiter=context.text_threads)
+
+
+def at_half_speed(work: Callable[[], ResultT]) -> ResultT:
+    """Run `work`, then sleep for the same time. Blocking: call it in a thread, with work of a few milliseconds."""
+    start = time.perf_counter()
+    result = work()
+    time.sleep(min(LONGEST_REST, time.perf_counter() - start))
+    return result
+
 
 INLINE_BYTES = 32 * 1024  # larger bodies are parsed in a thread
 CHARS_PER_TOKEN = 4  # estimate for prompts before tokenization
@@ -41,7 +101,6 @@ PROMISE_HEADER = "x-tidemill-promise"
 """Response header with the class and limits of a request, unless they are the default ones."""
 
 BodyT = TypeVar("BodyT", bound=ModelBody)
-ResultT = TypeVar("ResultT")
 
 
 class WholeFormat(Protocol):

@@ -8,13 +8,11 @@ import orjson
 
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answer_form import AnswerForm, read_form
-from gateway.generate.answering import ModelEndpoint, caller_of, choose_model
+from gateway.generate.answer_form import AnswerForm, form_of, read_form
+from gateway.generate.answer_parser import OutputDelta
+from gateway.generate.answering import ModelEndpoint, caller_of, choose_model, run_by_size, run_text_work
 from gateway.generate.completions import CompletionStream, chat_logprobs
-from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import GenerationPlan, chat_plan, check_texts
-from gateway.generate.structured import form_of
-from gateway.generate.threads import run_by_size, run_text_work
 from gateway.generate.tool_decoders import Call
 from gateway.generate.validation import UNHONOURED
 from gateway.generate.wire import ChatCompletionRequest

@@ -12,10 +12,9 @@ from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.panics import as_error
 from engine.text.stopping import OutputTextStream
 from engine.text.tokenizer import Tokenizer
-from gateway.generate.answer_parser import Parsing
-from gateway.generate.deltas import OutputDelta, ParsedText
+from gateway.generate.answer_parser import OutputDelta, ParsedText, Parsing
 from gateway.generate.params import GenerationPlan
-from gateway.generate.translation import told_in
+from gateway.generate.validation import told_in
 from gateway.http.errors import to_api_error
 from gateway.http.sse import EventWriter
 from gateway.telemetry.account import CLIENT_LEFT, Account

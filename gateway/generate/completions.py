@@ -11,8 +11,9 @@ from engine.api import TokenLogprobs
 from engine.text.detokenizer import detokenizer_for
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, ModelEndpoint, caller_of
-from gateway.generate.deltas import OutputDelta
+from gateway.generate.answer_form import grammar_of, is_structured
+from gateway.generate.answer_parser import OutputDelta
+from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, ModelEndpoint, caller_of, is_large, run_text_work
 from gateway.generate.params import (
     GenerationPlan,
     TokenizedPrompt,
@@ -20,8 +21,6 @@ from gateway.generate.params import (
     check_texts,
     completion_plan,
 )
-from gateway.generate.structured import grammar_of, is_structured
-from gateway.generate.threads import is_large, run_text_work
 from gateway.generate.validation import UNHONOURED
 from gateway.generate.wire import CompletionRequest, ModelBody
 from gateway.http.errors import ApiError

@@ -12,9 +12,9 @@ from engine.api import EngineInfo, SamplingParams
 from engine.errors import InvalidRequestError
 from engine.forms import EmbeddingSpec
 from gateway.context import GatewayContext
+from gateway.generate.answer_parser import OutputDelta
 from gateway.generate.answering import ModelEndpoint, caller_of
 from gateway.generate.completions import encode_prompts, plan_by_length
-from gateway.generate.deltas import OutputDelta
 from gateway.generate.params import GenerationPlan, check_prompt
 from gateway.generate.validation import UNHONOURED
 from gateway.generate.wire import ModelBody, as_prompts, prompt_schema

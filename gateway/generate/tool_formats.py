@@ -1,17 +1,35 @@
 """Tool call formats of model families, as data: marks around calls, decoder, and grammar for enforced calls.
 
 To support a new family, add an entry to FORMATS.
+
+In the harmony format of gpt-oss an answer consists of messages in channels.
+
+A message is `<|start|>` header `<|message|>` text `<|end|>`. The header names the role, the channel and, for a call,
+the recipient, e.g. `assistant<|channel|>commentary to=functions.NAME <|constrain|>json`. The prompt ends with
+`<|start|>assistant`; `<|return|>` or `<|call|>` end the answer. The channel `analysis` holds reasoning, `final` the
+answer, and `commentary` calls and texts before calls. Source: docs/format.md in the repository openai/harmony.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gateway.generate.channels import ANALYSIS, CALLING, END, channel_rule, decode_channel
-from gateway.generate.lark import Lark
+from gateway.generate.grammars import (
+    GEMMA,
+    PYTHON,
+    ArgumentsCall,
+    CallFormat,
+    Function,
+    JsonCall,
+    Lark,
+    LiteralCall,
+    XmlCall,
+    XmlSyntax,
+)
 from gateway.generate.tool_decoders import (
     Call,
     SplitDecoder,
     XmlDecoder,
+    checked_call,
     decode_gemma,
     decode_json,
     decode_llama,
@@ -22,18 +40,42 @@ from gateway.generate.tool_decoders import (
     read_numbered,
     read_plain,
 )
-from gateway.generate.tool_grammars import (
-    ArgumentsCall,
-    CallFormat,
-    Function,
-    JsonCall,
-    LiteralCall,
-    XmlCall,
-    XmlSyntax,
-)
-from gateway.generate.tool_values import GEMMA, PYTHON
 
 THINK, END_THINK = "<think>", "</think>"
+START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+STOPS = ("<|return|>", "<|call|>")
+"""Special tokens that end an answer."""
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final<|message|>"
+CALLING = "<|channel|>commentary to=functions."
+_COMMENTARY = "<|channel|>commentary<|message|>"
+_NEXT = "<|end|><|start|>assistant"
+
+
+def channel_rule(lark: Lark, calls: str, form: Callable[[Lark], str] | None, required: bool, budget: int | None) -> str:
+    """Return an expression for an answer.
+
+    `calls`: expression for a call, "" without tools; `form`: writes the rule of the final text; `required`: the answer
+    must call; `budget`: maximum number of reasoning tokens.
+    """
+    anything, following = lark.terminal("/(?s:.)*/"), lark.text(_NEXT)
+    limit = "" if budget is None else f"[max_tokens={budget}]"
+    thought = f"{lark.text(ANALYSIS)} {lark.rule(anything, limit)} {following}"
+    thoughts = "" if budget == 0 else f"({thought}){'*' if budget is None else '?'}"
+    if required:
+        return f"{thoughts} {calls}"
+    final = f"{lark.text(FINAL)} {anything if form is None else form(lark)}"
+    if form is not None:  # a text before the form would be part of the answer
+        return f"{thoughts} ({calls} | {final})" if calls else f"{thoughts} {final}"
+    said = f"{lark.text(_COMMENTARY)} {anything}"
+    before = f"({said} {following} | {thought})*" if budget is None else f"{thoughts} ({said} {following})*"
+    return f"{before} ({calls} | {final} | {said})"
+
+
+def decode_channel(text: str, _functions: Mapping[str, Function]) -> list[Call]:
+    """Decode name `<|message|>` arguments."""
+    name, _, arguments = text.partition(MESSAGE)
+    return [checked_call(name, arguments.strip() or "{}")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +106,7 @@ class ToolFormat:
     must_close: bool = False
     """A call without its end mark is incomplete, because its syntax alone does not tell its end."""
     has_channels: bool = False
-    """Every answer, with or without tools, consists of messages in channels, see `channels`."""
+    """Every answer, with or without tools, consists of messages in channels, see the module."""
 
     def grammar(
         self,

@@ -4,17 +4,22 @@ All later stages (quotas, tools, structured outputs, reasoning) only know `ChatC
 the parameters that the client sent.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from engine.errors import InvalidRequestError
-from gateway.generate.wire import ChatCompletionRequest, ChatMessage, FunctionCall, ToolCall
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
 
-_QUOTED = re.compile("'([^']{1,200})'")
-_PART = re.compile(r"[.\[]")
+from engine.errors import InvalidRequestError
+from gateway.context import GatewayContext, context_of
+from gateway.generate.answering import BodyT, read_body
+from gateway.generate.chat import plan_chat, prompt_ids
+from gateway.generate.params import GenerationPlan
+from gateway.generate.validation import JsonPost, told_in
+from gateway.generate.wire import ChatCompletionRequest, ChatMessage, FunctionCall, ToolCall
 
 
 class HasText(Protocol):
@@ -27,25 +32,6 @@ class Translation:
 
     chat: ChatCompletionRequest
     names: Mapping[str, str]
-
-
-@contextmanager
-def told_in(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the parameters in an InvalidRequestError to the client's names."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        error.param = None if error.param is None else rename(error.param, names)
-        error.message = _QUOTED.sub(lambda match: f"'{rename(match[1], names)}'", error.message)
-        raise
-
-
-def rename(param: str, names: Mapping[str, str]) -> str:
-    """Return the client's name of a parameter, or of its longest prefix that has a name."""
-    if param in names:
-        return names[param]
-    ends = reversed([match.start() for match in _PART.finditer(param)])
-    return next((names[param[:end]] for end in ends if param[:end] in names), param)
 
 
 @dataclass(slots=True)
@@ -125,3 +111,27 @@ def tool_fields(tools: Sequence[Mapping[str, Any]], choice: Any, must_call: bool
 def text_of(content: str | Sequence[HasText]) -> str:
     """Return the text of a content, with its parts joined by line breaks."""
     return content if isinstance(content, str) else "\n".join([part.text for part in content])
+
+
+async def plan_translated(
+    context: GatewayContext, translation: Translation, tenant: str, prefix: str, clip: bool = False
+) -> GenerationPlan:
+    """Plan a translated request; see `plan_chat`. Errors have the client's names."""
+    with told_in(translation.names):
+        plan = await plan_chat(context, translation.chat, tenant, prefix, clip)
+    return dataclasses.replace(plan, names=translation.names)
+
+
+async def count_prompt(
+    request: Request,
+    post: JsonPost[BodyT],
+    translate: Callable[[GatewayContext, BodyT], Awaitable[Translation]],
+    **fields: Any,
+) -> Response:
+    """Return the number of prompt tokens of a request, and `fields`. Nothing is queued."""
+    context = context_of(request)
+    context.lifecycle.check_accepting()
+    translation = await translate(context, await read_body(request, post.parse))
+    with told_in(translation.names):
+        number = len(await prompt_ids(context, translation.chat))
+    return Response(orjson.dumps({**fields, "input_tokens": number}), media_type="application/json")

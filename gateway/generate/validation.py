@@ -4,7 +4,9 @@ pydantic would collect an error for every invalid element of a body. To bound th
 fail at the first error, and the number of names is checked before the names.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,6 +17,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from engine.errors import InvalidRequestError
 from gateway.http.json_text import LIMITS, JsonSize, RoundedNumber, TooMuchJson, check_numbers, load_json
 
+_QUOTED = re.compile("'([^']{1,200})'")
+_PART = re.compile(r"[.\[]")
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 
@@ -254,3 +258,22 @@ def param_name(loc: Sequence[int | str]) -> str:
         elif not part.startswith("<"):
             name += f".{part[:64]}" if name else part[:64]
     return name
+
+
+@contextmanager
+def told_in(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the parameters in an InvalidRequestError to the client's names."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = None if error.param is None else rename(error.param, names)
+        error.message = _QUOTED.sub(lambda match: f"'{rename(match[1], names)}'", error.message)
+        raise
+
+
+def rename(param: str, names: Mapping[str, str]) -> str:
+    """Return the client's name of a parameter, or of its longest prefix that has a name."""
+    if param in names:
+        return names[param]
+    ends = reversed([match.start() for match in _PART.finditer(param)])
+    return next((names[param[:end]] for end in ends if param[:end] in names), param)

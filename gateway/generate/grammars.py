@@ -1,17 +1,169 @@
-"""Grammar rules for argument values in the syntax of each model family. A schema feature that a syntax cannot enforce
-raises ValueError with its name."""
+"""Grammars in Lark syntax: builder, argument values in the syntax of each model family, and calls.
+
+A schema feature that a syntax cannot enforce raises ValueError with its name. Special tokens are written by their ids.
+"""
 
 import keyword
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from fractions import Fraction
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 import orjson
 
-from gateway.generate.lark import Lark, admits, integer_pattern, quoted
+from engine.forms import MAX_GRAMMAR_BYTES
 from gateway.generate.schemas import choices_of, rounds_numbers
+
+
+def quoted(text: str) -> str:
+    return orjson.dumps(text).decode()
+
+
+class Lark:
+    """A grammar under construction of at most `most` bytes, because a grammar can be much longer than its request.
+    `special`: ids of special tokens by text."""
+
+    def __init__(self, special: Mapping[str, int], most: int = MAX_GRAMMAR_BYTES) -> None:
+        self._special = special
+        self._marks = re.compile("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")")
+        self._lines: list[str] = []
+        self._most = self._room = most
+
+    def text(self, text: str) -> str:
+        """Return an expression that matches exactly the text."""
+        parts = self._marks.split(text) if self._special else [text]
+        return " ".join(f"<[{self._special[p]}]>" if p in self._special else quoted(p) for p in parts if p)
+
+    def is_special(self, text: str) -> bool:
+        return text in self._special
+
+    def reserve(self, kind: str = "r") -> str:
+        """Return the name of a rule that is defined later."""
+        self._lines.append("")
+        return f"{kind}_{len(self._lines) - 1}"
+
+    def define(self, name: str, body: str, flags: str = "") -> str:
+        """Define a rule and return its name. Raises ValueError if the grammar becomes too long."""
+        line = f"{name}{flags}: {body}"
+        self._take_room(len(line.encode()) + 1)
+        self._lines[int(name.rpartition("_")[2])] = line
+        return name
+
+    def rule(self, body: str, flags: str = "") -> str:
+        return self.define(self.reserve(), body, flags)
+
+    def terminal(self, body: str) -> str:
+        return self.define(self.reserve("T"), body)
+
+    def until(self, terminal: str, end: str) -> str:
+        """Return an expression for the shortest text of a terminal that is followed by `end`."""
+        if any(token in end for token in self._special):
+            return f"{terminal} {self.text(end)}"
+        return self.rule(f"{terminal} {quoted(end)}", "[lazy]")
+
+    def json(self, schema: Any) -> str:
+        return self.rule(f"%json {orjson.dumps(schema).decode()}")
+
+    def whole(self, start: str) -> str:
+        line = f"start: {start}"
+        self._take_room(len(line.encode()))
+        return "\n".join([line, *self._lines])
+
+    def _take_room(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            raise ValueError(
+                f"the grammar is longer than {self._most // 1024} KiB; send smaller schemas or fewer tools"
+            )
+
+
+def integer_pattern(bounds: Mapping[str, int | float]) -> str:
+    """Return a regular expression for the integers within `minimum`, `exclusiveMinimum`, `maximum` and
+    `exclusiveMaximum`. Raises ValueError if there are none."""
+    if any(isinstance(bound, bool) for bound in bounds.values()):
+        raise ValueError("a bound must be a number")
+    lows = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
+    lows += [math.floor(bounds["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in bounds else []
+    highs = [math.floor(bounds["maximum"])] if "maximum" in bounds else []
+    highs += [math.ceil(bounds["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in bounds else []
+    least, most = max(lows, default=None), min(highs, default=None)
+    if least is not None and most is not None and least > most:
+        raise ValueError("no integer lies within the bounds")
+    parts: list[str] = []
+    if least is None or least < 0:
+        negative = _magnitudes(max(1, -most) if most is not None else 1, None if least is None else -least)
+        parts += [f"-{part}" for part in negative]
+    if most is None or most >= 0:
+        parts += _magnitudes(max(0, least or 0), most)
+    return f"({'|'.join(parts)})"
+
+
+def _magnitudes(least: int, most: int | None) -> Iterator[str]:
+    """Yield patterns that together match the decimal integers from `least` to `most`; None: without limit."""
+    first = str(least)
+    if most is None:
+        yield from _between(first, "9" * len(first))
+        yield f"[1-9][0-9]{{{len(first)},}}"
+        return
+    last = str(most)
+    if len(first) == len(last):
+        yield from _between(first, last)
+        return
+    yield from _between(first, "9" * len(first))
+    if len(last) - len(first) > 1:
+        yield f"[1-9][0-9]{{{len(first)},{len(last) - 2}}}"
+    yield from _between("1" + "0" * (len(last) - 1), last)
+
+
+def _between(first: str, last: str) -> Iterator[str]:
+    """Yield patterns for the numbers between two numbers of the same length."""
+    same = next((at for at, digit in enumerate(first) if digit != last[at]), len(first))
+    if same == len(first):
+        yield first
+        return
+    head, rest = first[:same], len(first) - same - 1
+    if int(first[same]) + 1 < int(last[same]):
+        yield f"{head}[{int(first[same]) + 1}-{int(last[same]) - 1}][0-9]{{{rest}}}"
+    yield from _ends(first, same + 1, 1)
+    yield from _ends(last, same + 1, -1)
+
+
+def _ends(number: str, start: int, step: int) -> Iterator[str]:
+    """Yield patterns for the numbers of the same length and first `start` digits as `number` that are at least
+    (`step` 1) or at most (-1) as large."""
+    yield number
+    for at in range(start, len(number)):
+        digit = int(number[at])
+        low, high = (digit + 1, 9) if step > 0 else (0, digit - 1)
+        if low <= high:
+            yield f"{number[:at]}[{low}-{high}][0-9]{{{len(number) - at - 1}}}"
+
+
+_KINDS: Mapping[type, Sequence[str]] = {
+    str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), type(None): ("null",),
+    list: ("array",), dict: ("object",),
+}  # fmt: skip
+
+
+def admits(schema: Mapping[str, Any], choice: Any) -> bool:
+    """Return whether the type, bounds and lengths of a schema admit a value that it lists."""
+    named = schema.get("type")
+    kinds = _KINDS[int] if isinstance(choice, float) and choice.is_integer() else _KINDS[type(choice)]
+    if named is not None and not any(kind in kinds for kind in ([named] if isinstance(named, str) else named)):
+        return False
+    if isinstance(choice, str):
+        return bool(schema.get("minLength", 0) <= len(choice) <= schema.get("maxLength", len(choice)))
+    if isinstance(choice, bool) or not isinstance(choice, int | float):
+        return True
+    least, most = schema.get("minimum", choice), schema.get("maximum", choice)
+    above, below = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
+    step = schema.get("multipleOf")
+    divides = step is None or Fraction(str(choice)) % Fraction(str(step)) == 0
+    return bool(least <= choice <= most and above < choice < below and divides)
+
 
 Schema = Mapping[str, Any]
 DEFINITIONS = ("$defs", "definitions")
@@ -336,3 +488,179 @@ class Literals:
         if not options:
             raise ValueError("a schema that admits no value")
         return self.lark.rule(" | ".join(options))
+
+
+class Function(NamedTuple):
+    """An offered function with the JSON schema of its arguments. `strict`: enforce the schema."""
+
+    name: str
+    parameters: Schema
+    strict: bool = True
+
+
+class CallSyntax(Protocol):
+    """Syntax of one call between its marks."""
+
+    def write(self, lark: Lark, function: Function) -> str:
+        """Return an expression for calls of a function. Raises ValueError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """Syntax of all calls in an answer: `mark` `before` call (`between` call)* `behind`."""
+
+    syntax: CallSyntax
+    mark: str = ""
+    before: str = ""
+    between: str = ""
+    behind: str = ""
+    each: bool = True
+    """Every call has its own `mark`, `before` and `behind`."""
+    only: bool = False
+    """At most one call."""
+    leads: str = ""
+    """First character of an answer with calls, which cannot start later; "": calls may follow text."""
+
+    def required(self, lark: Lark, functions: Sequence[Function], parallel: bool) -> str:
+        """Return an expression for an answer that consists of calls."""
+        opening, calls = lark.text(self.mark + self.before), self._calls(lark, functions)
+        several = parallel and not self.only
+        if self.each:
+            unit = lark.rule(f"{opening} {calls} {lark.text(self.behind)}")
+            return f"{unit} ({lark.text(self.between)} {unit})*" if several else unit
+        return f"{opening} {self._list(lark, calls, several)} {lark.text(self.behind)}"
+
+    def offered(self, lark: Lark, functions: Sequence[Function], parallel: bool) -> str:
+        """Return an expression for any answer whose calls, if any, have this syntax."""
+        if self.leads:
+            other = lark.terminal(rf"/(\s*[^\s{re.escape(self.leads)}](?s:.)*)?/")
+            return f"{self.required(lark, functions, parallel)} | {other}"
+        anything = lark.terminal("/(?s:.)*/")
+        if lark.is_special(self.mark):
+            lead = f"{anything} {lark.text(self.mark)}"
+        else:
+            lead = lark.rule(f"{anything} {quoted(self.mark)}", "[lazy]")
+        calls = self._calls(lark, functions)
+        inner = calls if self.each else self._list(lark, calls, parallel)
+        body = lark.rule(f"{lark.text(self.before)} {inner} {lark.text(self.behind)}")
+        first = lark.rule(f"{lead} {body}")
+        if self.each and self.behind:  # text may follow each call
+            return f"{first}{'*' if parallel else '?'} {anything}"
+        more = f"({lark.text(self.between + self.mark)} {body})*" if self.each and parallel else ""
+        return f"{first} {more} | {anything}"
+
+    def _calls(self, lark: Lark, functions: Sequence[Function]) -> str:
+        return lark.rule(" | ".join([self.syntax.write(lark, function) for function in functions]))
+
+    def _list(self, lark: Lark, call: str, several: bool) -> str:
+        return f"{call} ({lark.text(self.between)} {call})*" if several else call
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCall:
+    """{"name": ..., "arguments": {...}} with the spaces of json.dumps; `key`: name of the arguments field."""
+
+    key: str = "arguments"
+
+    def write(self, lark: Lark, function: Function) -> str:
+        parameters, definitions = split(function.parameters)
+        schema = {
+            **definitions,  # at the root, where "#/$defs/..." refers to
+            "type": "object",
+            "properties": {"name": {"const": function.name}, self.key: {"type": "object", **parameters}},
+            "required": ["name", self.key],
+            "additionalProperties": False,
+        }
+        return json_rule(lark, schema)
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsCall:
+    """`before` name `number` `mark` arguments `behind`: the arguments are JSON, `number` is a regular expression."""
+
+    mark: str
+    before: str = ""
+    behind: str = ""
+    number: str = ""
+
+    def write(self, lark: Lark, function: Function) -> str:
+        number = lark.terminal(f"/{self.number}/") if self.number else ""
+        arguments = json_rule(lark, {"type": "object", **function.parameters})
+        name = lark.text(self.before + function.name)
+        return f"{name} {number} {lark.text(self.mark)} {arguments} {lark.text(self.behind)}"
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralCall:
+    """`before` name `opening` key `sign` value, ... `closing`, with the family's own syntax of values."""
+
+    values: Values
+    before: str
+    opening: str
+    closing: str
+    sign: str
+
+    def write(self, lark: Lark, function: Function) -> str:
+        literals = Literals(lark, self.values, function.parameters)
+        pairs = literals.members(_object(function), "", self.sign)
+        return f"{lark.text(self.before + function.name + self.opening)} {pairs} {lark.text(self.closing)}"
+
+
+class XmlSyntax(NamedTuple):
+    """Marks of one XML-like call: `call` name `named` (`key` key `value` text `end`)* `close`."""
+
+    call: str
+    named: str
+    key: str
+    value: str
+    end: str
+    close: str
+    outer: str
+    """Mark behind the call, which a string must not contain."""
+    pad: str = ""
+    """Text on both sides of a value."""
+    line: str = "\n"
+    """Text between the parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class XmlCall:
+    """An element per argument: strings unquoted, other values as JSON."""
+
+    syntax: XmlSyntax
+
+    def write(self, lark: Lark, function: Function) -> str:
+        marks, schema, values = self.syntax, _object(function), JsonValues(lark, function.parameters)
+        required = required_names(schema)
+        parts = [lark.text(marks.call + function.name + marks.named + marks.line)]
+        for key, value in properties_of(schema):
+            body = f"{lark.text(marks.key + key + marks.value + marks.pad)} {self._value(lark, value, values)}"
+            parts.append(f"({body}){'' if key in required else '?'}")
+        extra = schema.get("additionalProperties", True)
+        if extra is not False and not schema.get("properties"):
+            name, value = lark.terminal(r"/[^<>\n\"]+/"), {"type": "string"} if extra is True else extra
+            mark = lark.text(marks.value + marks.pad)
+            parts.append(f"({lark.text(marks.key)} {name} {mark} {self._value(lark, value, values)})*")
+        return lark.rule(" ".join([*parts, lark.text(marks.close)]))
+
+    def _value(self, lark: Lark, schema: Any, values: JsonValues) -> str:
+        marks = self.syntax
+        end = marks.pad + marks.end + marks.line
+        if not is_text(schema):
+            return f"{values.rule(schema)} {lark.text(end)}"
+        check_keys(schema, KNOWN | {"enum", "const"})
+        texts = choices_of(schema)
+        if texts is not None:
+            return f"({' | '.join(map(quoted, map(str, texts)))}) {lark.text(end)}"
+        forbidden = "|".join(re.escape(mark).replace("/", r"\/") for mark in (marks.end, marks.outer))
+        return lark.until(lark.terminal(f"{any_text(schema)} & ~/(?s:.)*({forbidden})(?s:.)*/"), end)
+
+
+def _object(function: Function) -> Schema:
+    """Return a function's schema for syntaxes that write each argument separately. Raises ValueError."""
+    schema: dict[str, Any] = {"type": "object", **function.parameters}
+    if schema["type"] != "object":
+        raise ValueError("arguments that are not an object")
+    check_keys(schema, {"type", "properties", "required", "additionalProperties"})
+    return schema
