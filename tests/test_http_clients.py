@@ -14,7 +14,7 @@ from test_server_limits import CHAT, Raw, post
 
 from engine.errors import ConfigError
 from gateway.config import ServerConfig
-from gateway.http.request_parser import RequestParser
+from gateway.http.connection import RequestParser
 
 # --- offers of another protocol (RFC 9110 section 7.8)
 

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -22,7 +23,6 @@ from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.grammars import Function, Lark, form_rule, quoted
 from gateway.generate.history import arguments_text
-from gateway.generate.params import check_stream_options
 from gateway.generate.schemas import prepared, rounds_numbers
 from gateway.generate.tool_decoders import checked_call
 from gateway.generate.tool_formats import (
@@ -280,7 +280,7 @@ class AnswerForm:
         parsing, grammar = self._parsing(prompt_end), self.grammar(special, form)
         thinking = self._thinking(parsing, grammar is not None)
         is_bound = grammar is not None and (thinking is not None or form is not None or self.must_call)
-        if grammar is None or parsing is None or not is_bound or parsing.has_channels:
+        if grammar is None or parsing is None or not is_bound or self.has_channels:
             return AnswerRules(parsing, grammar, thinking)
         if thinking is None:
             return AnswerRules(None if parsing.format is None else parsing, grammar)
@@ -309,7 +309,7 @@ class AnswerForm:
         """Return the budget, or None without a budget or reasoning. If the prompt opens reasoning, an answer with a
         grammar gets an unlimited budget, so that the grammar applies after the reasoning. A grammar of channels
         includes the reasoning and its budget."""
-        if parsing is None or parsing.marks is None or (has_grammar and parsing.has_channels):
+        if parsing is None or parsing.marks is None or (has_grammar and self.has_channels):
             return None
         tokens = self.budget
         if tokens is None and has_grammar and parsing.is_thinking:
@@ -396,6 +396,11 @@ def _budget(body: ChatCompletionRequest, template: str, reasons: bool) -> int | 
     return body.other_budget() if budget is None and reasons else budget
 
 
+def check_stream_options(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+
+
 def _check(body: ChatCompletionRequest) -> None:
     """Check combinations of fields. Raises InvalidRequestError."""
     check_stream_options(body)
@@ -471,7 +476,7 @@ def _form_writer(form: Grammar, offers: bool) -> Callable[[Lark], str]:
     """Return a function that writes the rule of a form. Raises InvalidRequestError if it is not JSON and tools are
     offered, or if it is a grammar."""
     if form.kind == "json":
-        return lambda lark: form_rule(lark, orjson.loads(form.text), form.whitespace)
+        return partial(form_rule, schema=orjson.loads(form.text), whitespace=form.whitespace)
     if offers:
         raise _invalid(f"'{form.param}' cannot be used together with 'tools'; only JSON can.", form.param)
     if form.kind == "choice":

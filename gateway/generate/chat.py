@@ -2,6 +2,8 @@
 
 import dataclasses
 import secrets
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -26,15 +28,15 @@ async def plan_chat(
 ) -> GenerationPlan:
     """See `ModelEndpoint.plan`. Also used for requests translated from other APIs. `prefix`: prefix of the response id;
     `clip`: see `chat_plan`."""
-    caller = caller_of(context, body, tenant, prefix, body.cache_salt)
-    form = await run_by_size(context, body, lambda: _read(context, body))
+    caller, info = caller_of(context, body, tenant, prefix, body.cache_salt), context.info
+    form = await run_by_size(context, body, _reader(context, body))
 
     def plan() -> GenerationPlan:
         tokenizer = context.tokenizer
         token_ids = _encode(context, form)
         prompt_end = tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
         rules = form.rules(prompt_end, tokenizer.atomic_tokens, form_of(body))
-        plan = chat_plan(body, token_ids, context.info, caller, rules.grammar, rules.thinking, clip)
+        plan = chat_plan(body, token_ids, info, caller, rules.grammar, rules.thinking, clip)
         return dataclasses.replace(plan, parsing=rules.parsing, continues=form.continues)
 
     # always in a thread: the time of a chat template does not follow from the length of the messages
@@ -44,12 +46,15 @@ async def plan_chat(
 async def prompt_ids(context: GatewayContext, body: ChatCompletionRequest) -> list[int]:
     """Return the prompt's token ids of a chat request. Raises the same exceptions as `plan_chat`."""
     choose_model(context, body)
-    return await run_text_work(context, lambda: _encode(context, _read(context, body, generates=False)))
+    read = _reader(context, body, generates=False)
+    return await run_text_work(context, lambda: _encode(context, read()))
 
 
-def _read(context: GatewayContext, body: ChatCompletionRequest, *, generates: bool = True) -> AnswerForm:
+def _reader(
+    context: GatewayContext, body: ChatCompletionRequest, *, generates: bool = True
+) -> Callable[[], AnswerForm]:
     template = context.tokenizer.chat_template_text
-    return read_form(body, context.tool_format, context.thought_marks, template, generates=generates)
+    return partial(read_form, body, context.tool_format, context.thought_marks, template, generates=generates)
 
 
 def _encode(context: GatewayContext, form: AnswerForm) -> list[int]:

@@ -8,21 +8,21 @@ import numpy as np
 import orjson
 
 from engine.api import TokenLogprobs
+from engine.errors import InvalidRequestError
 from engine.text.detokenizer import detokenizer_for
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answer_form import grammar_of, is_structured
+from gateway.generate.answer_form import check_stream_options, grammar_of, is_structured
 from gateway.generate.answer_parser import OutputDelta
 from gateway.generate.answering import CHARS_PER_TOKEN, READ_INLINE, ModelEndpoint, caller_of, is_large, run_text_work
 from gateway.generate.params import (
     GenerationPlan,
     TokenizedPrompt,
-    check_completion,
     check_texts,
     completion_plan,
 )
 from gateway.generate.validation import UNHONOURED
-from gateway.generate.wire import CompletionRequest, ModelBody
+from gateway.generate.wire import MAX_PROMPTS, CompletionRequest, ModelBody
 from gateway.http.errors import ApiError
 from gateway.http.sse import DONE, END, event
 
@@ -153,10 +153,20 @@ class CompletionLogprobs:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
+def _check(body: CompletionRequest) -> None:
+    """Check combinations of fields of a completion request. Raises InvalidRequestError."""
+    check_stream_options(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequestError("'best_of' is not supported.", param="best_of", code="unsupported_parameter")
+    if len(body.prompt) * (body.n or 1) > MAX_PROMPTS:
+        message = f"A request can have at most {MAX_PROMPTS} choices in total; send fewer prompts or lower 'n'."
+        raise InvalidRequestError(message, param="n")
+
+
 async def plan_completion(context: GatewayContext, body: CompletionRequest, tenant: str) -> GenerationPlan:
     """See `ModelEndpoint.plan`."""
     caller = caller_of(context, body, tenant, "cmpl-", body.cache_salt)
-    check_completion(body)
+    _check(body)
 
     def plan() -> GenerationPlan:
         prompts = encode_prompts(context, body.prompt, "prompt", is_raw=body.add_special_tokens is False)

@@ -25,7 +25,6 @@ from engine.forms import Grammar, Pooling, ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.wire import (
-    MAX_PROMPTS,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationBody,
@@ -222,21 +221,6 @@ class Caller:
             pooling=pooling,
             adapter=self.adapter,
         )
-
-
-def check_stream_options(body: GenerationBody) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
-
-
-def check_completion(body: CompletionRequest) -> None:
-    """Check combinations of fields of a completion request. Raises InvalidRequestError."""
-    check_stream_options(body)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequestError("'best_of' is not supported.", param="best_of", code="unsupported_parameter")
-    if len(body.prompt) * (body.n or 1) > MAX_PROMPTS:
-        message = f"A request can have at most {MAX_PROMPTS} choices in total; send fewer prompts or lower 'n'."
-        raise InvalidRequestError(message, param="n")
 
 
 def chat_plan(
