@@ -23,12 +23,10 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.copying_tasks import GROUNDED
-from benchmarks.demo_training.corpus import Corpus, messages
+from benchmarks import copying_tasks
 from benchmarks.live import ANSWER_SECONDS, Served, demo_server, metrics_page, read_metric
 from benchmarks.machine import describe
 from benchmarks.speculation import CHAT, end_of, start_job
@@ -68,14 +66,14 @@ Body = dict[str, Any]
 
 
 def make_bodies(count: int, seed: int) -> list[Body]:
-    """Draw the requests: dialogues of the demo model and texts to repeat, half behind shared instructions."""
+    """Draw the requests: questions and texts to repeat, half behind shared instructions."""
     rng = random.Random(f"identity {seed}")
-    dialogues = list(islice((each for each in Corpus(20_000 + seed).dialogues() if len(each) == 2), 500))
-    tasks = list(GROUNDED.values())
+    tasks = list(copying_tasks.GROUNDED.values())
     systems = [" ".join(rng.choice(tasks)(rng)[0] for _ in range(3)) for _ in range(4)]
 
     def question() -> list[dict[str, str]]:
-        asked = messages([rng.choice(tasks)(rng)])[:1] if rng.random() < 0.5 else [dict(rng.choice(dialogues)[0])]
+        text = rng.choice(tasks)(rng)[0] if rng.random() < 0.5 else copying_tasks.question(rng)
+        asked = [{"role": "user", "content": text}]
         return [{"role": "system", "content": rng.choice(systems)}, *asked] if rng.random() < 0.5 else asked
 
     return [{"messages": question(), **draw_sampling(rng)} for _ in range(count)]

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,8 +30,7 @@ from typing import Any
 import orjson
 
 from benchmarks.colocation import poisson, slo_of
-from benchmarks.copying_tasks import GROUNDED, Task, ticket
-from benchmarks.demo_training.corpus import Corpus, messages
+from benchmarks.copying_tasks import GROUNDED, question, ticket
 from benchmarks.frame import Table, compare
 from benchmarks.live import ANSWER_SECONDS, metrics_page, read_metric, wait_quiet
 from benchmarks.machine import describe
@@ -98,24 +96,25 @@ class Run:
         return [*self.grounded.answers, *self.chat.answers, *self.job.answers]
 
 
-def body_of(question: list[dict[str, str]], **fields: Any) -> Body:
+def body_of(text: str, **fields: Any) -> Body:
     """Return the body of a chat completion."""
-    return {"model": "model", "messages": question, "max_tokens": MOST_TOKENS, "temperature": 0.0, **fields}
+    return {
+        "model": "model",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": MOST_TOKENS,
+        "temperature": 0.0,
+        **fields,
+    }
 
 
 def make_load(options: argparse.Namespace, seed: int) -> Load:
-    """Draw the requests of a round. No question of training occurs: its seeds differ."""
+    """Draw the requests of a round."""
     rng = random.Random(f"speculation {seed}")
     tasks = list(GROUNDED.values())
-
-    def asked(task: Task) -> list[dict[str, str]]:
-        return messages([task(rng)])[:1]
-
-    dialogues = (dialogue[:-1] for dialogue in Corpus(10_000 + seed).dialogues() if len(dialogue) == 2)
     return Load(
-        [body_of(asked(tasks[number % len(tasks)])) for number in range(options.requests)],
-        [body_of(each, temperature=1.0, seed=i) for i, each in enumerate(islice(dialogues, 3 * options.requests))],
-        [body_of(asked(ticket)) for _ in range(options.lines)],
+        [body_of(tasks[number % len(tasks)](rng)[0]) for number in range(options.requests)],
+        [body_of(question(rng), temperature=1.0, seed=number) for number in range(3 * options.requests)],
+        [body_of(ticket(rng)[0]) for _ in range(options.lines)],
         poisson(constant_rate(options.rate), options.seconds, seed),
         options.seconds,
     )

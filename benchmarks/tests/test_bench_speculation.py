@@ -4,13 +4,15 @@ import argparse
 import json
 import random
 from dataclasses import replace
+from itertools import cycle, islice
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks import copying_model, speculation
-from benchmarks.copying_tasks import GROUNDED, Tasks, ticket
+from benchmarks import copying_model
+from benchmarks.copying_tasks import GROUNDED, Task, ticket
+from benchmarks.live import PACKAGED
 from benchmarks.speculation import Run, Spell, make_load, ratios, show
 
 
@@ -35,7 +37,7 @@ def test_the_wide_model_computes_the_same_logits(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("task", [*GROUNDED.values(), ticket])
-def test_answers_of_grounded_tasks_use_the_words_of_the_prompt(task: speculation.Task) -> None:
+def test_answers_of_grounded_tasks_use_the_words_of_the_prompt(task: Task) -> None:
     rng, again = random.Random(1), random.Random(1)
     known = 0
     for _ in range(50):
@@ -45,12 +47,17 @@ def test_answers_of_grounded_tasks_use_the_words_of_the_prompt(task: speculation
     assert known / 50 > (0.25 if task is ticket else 0.45)  # a ticket's form is the same in all answers
 
 
-def test_training_mixes_the_tasks_and_chat() -> None:
-    source = Tasks(3).dialogues()
-    questions = [next(source)[0]["content"] for _ in range(200)]
-    starts = {text.split()[0] for text in questions}
-    assert {"Quote", "Give", "Write", "Rename", "As", "Ticket:"} <= starts
-    assert len(starts) > 15
+def test_training_mixes_the_tasks_and_chat_and_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying_model, "QUESTIONS", 3)
+    model = LlamaForCausalLM.from_pretrained(PACKAGED, dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(PACKAGED)
+    dialogues = copying_model.Dialogues(model.eval(), tokenizer)
+    drawn = list(islice(dialogues.draw(), 60))
+    starts = {tokenizer.decode(ids[:prompt]).split("\n")[1].split()[0] for ids, prompt in drawn}
+    assert {"Quote", "Give", "Write", "Rename", "As", "Ticket:"} < starts
+    with torch.inference_mode():
+        before = float(copying_model.loss_of(model, drawn[:8]))
+    assert copying_model.fit(model, cycle(drawn[:8]), 6) < before
 
 
 def test_both_arms_of_a_round_get_the_same_requests_and_another_round_others() -> None:
