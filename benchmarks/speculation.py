@@ -29,10 +29,10 @@ from typing import Any
 
 import orjson
 
-from benchmarks.colocation import poisson, slo_of
 from benchmarks.copying_tasks import GROUNDED, question, ticket
-from benchmarks.frame import Table, compare
+from benchmarks.frame import Arm, Table, compare
 from benchmarks.live import ANSWER_SECONDS, metrics_page, read_metric, wait_quiet
+from benchmarks.loads import poisson, slo_of
 from benchmarks.machine import describe
 from benchmarks.peers import finders
 from benchmarks.peers.engine import start_all
@@ -42,7 +42,7 @@ from loadgen.jobs import TERMINAL, create, expect, job_lines, upload
 from loadgen.records import RequestRecord
 from loadgen.target import Target
 
-ARMS = {"on": ("--speculation=on",), "off": ("--speculation=off",)}
+ARMS = {name: Arm((f"--speculation={name}",)) for name in ("on", "off")}
 CHAT = "/v1/chat/completions"
 TTFT, TBT = 1.5, 0.15
 MOST_TOKENS = 400
@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             flags,
             ARMS,
             options.rounds,
-            lambda url, number: measure(url, loads[number]),
+            lambda urls, number, _: measure(urls[0], loads[number]),
             TABLE,
             show,
             peers_of(options, folder, loads),

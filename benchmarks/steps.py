@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import colocation, live
-from benchmarks.colocation import JOB, Run
+from benchmarks import live, loads
+from benchmarks.loads import JOB, Run
 from engine.colocation.waits import objective_of
 from engine.scheduling.objective import UNLIMITED
 from loadgen.arrivals import RateCurve
@@ -30,6 +30,8 @@ from loadgen.records import RequestRecord
 from predictor.judge import aggregate
 from predictor.slo import SLO, nearest_rank
 
+FORMS = ("tbt_p99", "tbt_mean", "5%")
+"""Forms of the SLO."""
 FEW = 100
 """Requests below which their P99 is the largest value."""
 
@@ -240,7 +242,7 @@ class Arms:
                 yield url
 
         settings = {"job_rate": self._job_rate}
-        return colocation.run_alone(serve, self._rate, self._arrivals, self._seconds, tier, seed, **settings)
+        return loads.run_alone(serve, self._rate, self._arrivals, self._seconds, tier, seed, **settings)
 
     @contextmanager
     def _profiles(self) -> Iterator[Path]:
@@ -271,7 +273,7 @@ def run_steps(
     steps.json and steps.md."""
     curve, steps = curve_of(rates, seconds), steps_of(rates, seconds)
     total = steps[-1].end
-    arrivals = colocation.poisson(curve, total, seed)
+    arrivals = loads.poisson(curve, total, seed)
     tables, documents = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

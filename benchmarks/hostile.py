@@ -273,3 +273,22 @@ def grammars() -> list[HostileGrammar]:
         for kind, table in KINDS.items()
         for name, make in table.items()
     ]
+
+
+def _nested_objects(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = _object(a=schema)
+    return schema
+
+
+BESIDE_CHATS: tuple[dict[str, Any], ...] = (
+    _nested_objects(199),
+    {"enum": [f"value {number} {'x' * (number % 7)}" for number in range(20_000)]},
+    {"type": "string", "pattern": "^(a+)+(b|a){1,200}(c*)*$"},
+    {
+        "$defs": {"node": {"type": "object", "properties": {side: {"$ref": "#/$defs/node"} for side in ("l", "r")}}},
+        "$ref": "#/$defs/node",
+    },
+)
+"""Schemas that a server enforces or refuses beside chats."""
