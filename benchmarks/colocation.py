@@ -5,8 +5,7 @@ priority -, (4) ours: they have `service_tier: "flex"`, (5) the offline side is 
 through /v1/files and /v1/batches. Online requests are judged by their TTFT from the scheduled arrival and the
 nearest-rank P99 of their own gaps, pooled over the seeds and paired by request between arms. Every arm has a server of
 its own; its first seconds do not count.
-`--plot FILE.svg` makes one run with a sine-shaped online load instead and draws it; `--steps` changes the rate in steps
-(`benchmarks.steps`).
+`--plot FILE.svg` makes one run with a sine-shaped online load instead and draws it.
 """
 
 import argparse
@@ -17,7 +16,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import mean
 
-from benchmarks import steps
 from benchmarks.colocation_plot import draw
 from benchmarks.figures import percentile
 from benchmarks.frame import Table
@@ -41,7 +39,6 @@ from benchmarks.loads import (
     split_of,
 )
 from benchmarks.machine import describe
-from benchmarks.steps import FORMS
 from loadgen import arrivals as processes
 from loadgen.arrivals import constant_rate
 
@@ -105,25 +102,6 @@ def arms_of(text: str) -> tuple[str, ...]:
     return names
 
 
-def rates_of(text: str) -> tuple[float, ...]:
-    """Rates of steps, separated by commas: 0 for one without online requests, but not all of them."""
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no list of rates such as 0.3,1,2,0.3") from None
-    if not all(0.0 <= rate < math.inf for rate in rates) or not any(rates):
-        raise argparse.ArgumentTypeError("rates are not negative, and one of them is positive")
-    return rates
-
-
-def forms_of(text: str) -> tuple[str, ...]:
-    """Names of SLO forms, separated by commas."""
-    names = tuple(name.strip() for name in text.split(","))
-    if unknown := [name for name in names if name not in FORMS]:
-        raise argparse.ArgumentTypeError(f"no such form: {', '.join(unknown)} (there are {', '.join(FORMS)})")
-    return names
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks colocation", description=__doc__)
     parser.add_argument("--rate", type=float, default=1.5, help="online requests a second")
@@ -138,28 +116,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--arms", type=arms_of, default=tuple(TIERS), help=f"some of {', '.join(TIERS)} (default: all)")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw a run with a sine-shaped online load")
-    parser.add_argument("--steps", type=rates_of, metavar="RATES", help="online requests/s, step by step: 0.3,1,2,0.3")
-    parser.add_argument("--step-seconds", type=float, default=120.0, help="length of each step")
-    parser.add_argument(
-        "--slos", type=forms_of, default=FORMS, help=f"some of {', '.join(FORMS)} (default: all)".replace("%", "%%")
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the arrivals of --steps")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where --steps writes steps.json and steps.md")
     args = parser.parse_args(argv)
     if args.job_rate is not None and args.job_rate <= 0.0:
         parser.error("--job-rate must be positive; --arms selects arms without offline work")
-    if args.steps is not None:
-        about = (
-            f"co-location in steps of {args.step_seconds:g} s: random 134.5 M Llama, {ONLINE_PROMPT}/{ONLINE_OUTPUT} "
-            f"online beside a batch job of {OFFLINE_PROMPT}/{OFFLINE_OUTPUT}, seed {args.seed}; {describe()}"
-        )
-        print(about, flush=True)
-        limits = (args.ttft, args.tbt)
-        steps.run_steps(
-            args.steps, args.step_seconds, args.slos, limits,
-            seed=args.seed, job_rate=args.job_rate, output=args.output, about=about,
-        )  # fmt: skip
-        return
     slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"
     print(
         f"co-location: random {args.model}, SLO {slo}, {args.rate} online requests/s of "

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 
-from benchmarks.experiments.machine import Machine, TrueLatency
+from benchmarks.experiments.machine import Machine
 from engine.api import EngineRequest, RequestClass, RequestOutput
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
@@ -53,7 +53,7 @@ class Scenario:
 class Setting:
     """What a run is made with. `offline_rate`: offline requests/s (None: a backlog that never ends, under `budget`).
 
-    `oracle`: the scheduler knows true step times. `profile`: whose latency model it uses, "" for the machine's own or a
+    `profile`: whose latency model it uses, "" for the machine's own or a
     device's of `Machine.profiles`. `mixed`: offline rows arrive as online requests, evenly over so many seconds.
     `offline_policy`: the order of waiting offline requests, "" for `psm` where prefixes are cached and else `fcfs`.
     `ttft`, `tbt`: absolute objectives in seconds; a finite `ttft` makes LARRY's age guard active.
@@ -62,7 +62,6 @@ class Setting:
     budget: BudgetParams = ONLINE_ONLY
     offline_rate: float | None = None
     online_policy: str = "fcfs"
-    oracle: bool = False
     profile: str = ""
     mixed: float | None = None
     offline_policy: str = ""
@@ -168,7 +167,7 @@ def make_core(machine: Machine, scenario: Scenario, setting: Setting) -> EngineC
     refuses a request early: a comparison of online policies must serve the same requests under each."""
     model: LatencyPredictor | None = None
     if scenario.offline or setting.tbt < math.inf:
-        model = TrueLatency(machine.device) if setting.oracle else machine.profile(setting.profile)
+        model = machine.profile(setting.profile)
     # Without shared prefixes the tree has nothing to order by, and hashing made-up prompts costs as much as a step.
     policy = setting.offline_policy or ("psm" if machine.spec.prefix_caching else "fcfs")
     objective = StepObjective(setting.ttft, setting.tbt, budget=setting.budget)

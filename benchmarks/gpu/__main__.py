@@ -34,8 +34,6 @@ SECTIONS: dict[str, tuple[str, str, float]] = {
     "steps": ("steps", "check_steps", 150.0),
     "swap": ("swap", "check_swap", 60.0),
     "serving": ("serving", "check_serving", 180.0),
-    "colocation": ("colocation", "check_colocation", 300.0),
-    "peer": ("serving", "check_peer", 120.0),
     "float8": ("float8", "check_float8", 150.0),
 }
 """name -> (module, function, limit in seconds)"""

@@ -7,14 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import drawing, features, live, pressure, speculation, steps
+from benchmarks import drawing, features, live, pressure, speculation
 from benchmarks.colocation_plot import draw
 from benchmarks.drawing import Mark, Series
 from benchmarks.feature_loads import all_of, conversations, random_bodies
 from benchmarks.loads import Run, check_job, delivered, output_of, paired_bound
-from benchmarks.steps import Step, compare, is_good, slo_of
 from loadgen.records import JobRecord, Records, RequestRecord
-from predictor.slo import SLO
 
 
 def record(at: float, *chunks: float, service_class: str = "online", outcome: str = "ok") -> RequestRecord:
@@ -68,16 +66,6 @@ def test_charts_survive_any_data() -> None:
             text = drawing.chart("A <title>", series, x="s", y="n", marks=[Mark(1.5, "SLO")], log_x=log)
             assert ElementTree.fromstring(text).tag.rpartition("}")[2] in ("svg", "p")
     assert drawing.log_ticks(10.0, 500.0) == pytest.approx([10, 20, 50, 100, 200, 500])
-
-
-def test_a_tolerance_is_judged_by_the_same_step_alone() -> None:
-    alone = Run([record(float(at), at + 0.1 + 0.01 * at) for at in range(10)], [], 20.0)
-    beside = Run([record(float(at), at + 0.1 + 0.02 * at) for at in range(10)], [(5.0, 300.0)], 20.0)
-    rows = compare(SLO.parse("5%"), [Step(1.0, 0.0, 10.0), Step(0.0, 10.0, 20.0)], alone, beside)
-    assert rows[0].alone.attainment == 1.0 and rows[0].beside.good == 5, "at most 1.05 x 190 ms"
-    assert rows[0].points == pytest.approx(-50.0) and rows[1].points is None
-    bounds = steps.bounds_of(slo_of("tbt_p99", 1.0, 0.1), [])
-    assert is_good(record(0.0, 0.2, 0.25), bounds) and not is_good(record(0.0, 1.5), bounds)
 
 
 def test_a_line_of_pressure() -> None:
