@@ -9,12 +9,12 @@ from statistics import median
 
 import aiohttp
 
-from benchmarks.bombs import bombs
 from benchmarks.chaos import load
 from benchmarks.chaos import server as chaos_server
 from benchmarks.chaos.faults import AT_ONCE, Saboteur
 from benchmarks.chaos.promises import Part, Promise, Scale, at_most, never, shown
 from benchmarks.chaos.server import Server, lag_within, read_lag
+from benchmarks.hostile import bombs
 
 NOTICED = 0.3
 """Seconds: a shorter gap in a stream is no pause."""

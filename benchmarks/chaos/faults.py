@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import aiohttp
 
-from benchmarks.bombs import MAX_BYTES, Bomb, bombs
 from benchmarks.chaos.child import POISON
 from benchmarks.chaos.load import MODEL, stream
 from benchmarks.chaos.server import Server
+from benchmarks.hostile import MAX_BYTES, Bomb, bombs
 
 WEIGHTS = {"kill": 12, "kill twice": 3, "hang": 2, "failing steps": 2, "hostile bodies": 3, "stop": 0.3}
 MEAN_REST = 2.0
