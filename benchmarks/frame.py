@@ -54,12 +54,11 @@ def compare(
     measure: Callable[[list[str], int, Arm], Coroutine[Any, Any, Run]],
     table: Table,
     row: Callable[[str, Sequence[Run]], str],
-    beside: Callable[[int], None] | None = None,
 ) -> dict[str, list[Run]]:
     """Run every arm once a round and return the runs of each arm.
 
     `measure` takes the addresses of an arm's servers and the number of the round. `row` makes a line of the table,
-    pooled over runs: it is printed after each run, and for all runs at the end. `beside` is called after each round.
+    pooled over runs: it is printed after each run, and for all runs at the end.
     """
     found: dict[str, list[Run]] = {arm: [] for arm in arms}
     for number in range(rounds):
@@ -70,8 +69,6 @@ def compare(
                 urls = [stack.enter_context(server(folder, 0, *flags, *arm.flags, state)) for state in states]
                 found[name].append(asyncio.run(measure(urls, number, arm)))
             print("  " + row(name, found[name][-1:]), flush=True)
-        if beside is not None:
-            beside(number)
     print(table.heading)
     for name, runs in found.items():
         print(row(name, runs), flush=True)

@@ -5,10 +5,8 @@ another trace; here both arrivals and lengths are those of the conversations. Re
 take (`max_tokens`), as clients do: `no-preempt` pays for it, `trail+` alone knows the true lengths.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,18 +144,6 @@ def gains(group: Sequence[Result], mine: Sequence[Result], key: str) -> list[flo
         if result.policy == "larry" and rivals and result.metrics[key]:
             found.append(min(rivals) / float(result.metrics[key] or 1.0))
     return found
-
-
-def capacity(results: Sequence[Result], arm: str, workload: str, limit: float) -> float | None:
-    """The rate at which the P50 TTFT (mean over seeds) reaches `limit` seconds, log-linear between the rates that were
-    run; None when it is not reached between them."""
-    mine = [r for r in results if _arm_of(r) == arm and r.setting["workload"] == workload]
-    rates = sorted({r.setting["rate"] for r in mine})
-    values = [mean([r for r in mine if r.setting["rate"] == rate], "ttft_p50") for rate in rates]
-    for (low, before), (high, after) in pairwise(zip(rates, values, strict=True)):
-        if 0.0 < before <= limit < after:
-            return float(low + (high - low) * math.log(limit / before) / math.log(after / before))
-    return None
 
 
 def figures(results: Sequence[Result]) -> dict[str, str]:

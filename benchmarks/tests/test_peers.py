@@ -18,8 +18,7 @@ from benchmarks.peers import finders
 def test_every_peer_gets_the_same_threads_type_and_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(finders, "version_in", lambda _where, *names: f"{names[0]} 1.0")
     folder = tmp_path / "model"
-    for name in ("vllm", "transformers"):
-        engine = finders.FINDERS[name][0]("/venv", 3, "float32")
+    for engine in (finders.vllm("/venv", 3, "float32"), finders.tidemill(3, "float32")):
         command = engine.command(folder, 8123)
         assert engine.http and engine.environment["OMP_NUM_THREADS"] == "3"
         assert command[command.index("--port") + 1] == "8123" and command[command.index("--dtype") + 1] == "float32"

@@ -29,7 +29,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     "pressure": (["--seconds", "1", "--seeds", "1", "--rate", "4", "--prompt", "32", "--output", "16",
                   "--profile-seconds", "1"], "goodput-strict, hybrid"),
     "sim-vs-live": (["--seconds", "8", "--rounds", "1"], "offline_throughput"),
-    "serving": (["--rounds", "1", "--no-limits", "--transformers", ""], "tidemill"),
+    "serving": (["--rounds", "1", "--vllm", ""], "tidemill"),
     "colocation-peers": ([*SHORT, "--seeds", "1", "--layers", "2", "--learning", "2"], "tidemill, batch"),
 }  # fmt: skip
 SIZES = {
