@@ -67,7 +67,7 @@ class Dialogues:
         self._chat = [(text, self._answer(model, text)) for text in asked]
 
     def draw(self) -> Iterator[tuple[list[int], int]]:
-        """Draw dialogues without end. Yield the ids of each, and how many of them belong to the prompt."""
+        """Draw dialogues without end. Yield the ids of each, and the length of the prompt."""
         tasks = [*copying_tasks.GROUNDED.values(), copying_tasks.ticket]
         while True:
             if self._random.random() < SHARE_OF_CHAT:

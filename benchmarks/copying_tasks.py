@@ -52,7 +52,7 @@ SENTENCES = (
     "In {c} {n} met {m} and spoke about {p}.",
     "The {w} of {n} costs {d} and comes from {c}.",
     "{n} sent {d} letters to {m} in {c}.",
-    "Nobody in {c} knows the {w} of {m}.",
+    "No person in {c} knows the {w} of {m}.",
     "After {d} days {n} sold the {w} to {m}.",
 )
 CODE = (

@@ -55,7 +55,7 @@ HOST_HITS = 'tidemill_prefix_hit_tokens_by_tier_total{tier="host"}'
 def conversations(chats: int, turns: int, history: int, think: float, seed: int) -> Trace:
     """Return `chats` conversations whose turns repeat all that was said before.
 
-    Between two turns of a chat pass `think` seconds on average, half of them at random.
+    Between two turns of a chat pass `think` seconds on average, half at random.
     """
     random = stream(seed, "arrivals")
     times, inputs, content = [], [], []
@@ -114,7 +114,7 @@ async def burst(
     urls: Sequence[str], seed: int, *, seconds: float = 45.0, spacing: float = 2.0, burst: int = 32, prompt: int = 128,
     output: int = 128,
 ) -> Samples:  # fmt: skip
-    """Send a chat every `spacing` seconds, and `burst` more of them within a second after a third of the time."""
+    """Send a chat every `spacing` seconds, and `burst` more within a second after a third of the time."""
     (url,) = urls
     random = stream(seed, "arrivals")
     times = np.concatenate((np.arange(0.0, seconds, spacing), seconds / 3 + random.random(burst)))
@@ -130,7 +130,7 @@ async def burst(
 
 
 def lognormal_chats(rate: float, seconds: float, seed: int, prompt: int = 200, output: int = 48) -> Trace:
-    """Return Poisson arrivals of chats with log-normal lengths of these means."""
+    """Return Poisson arrivals of chats with log-normal lengths."""
     arrivals = shared.poisson(constant_rate(rate), seconds, seed)
     random = stream(seed, "lengths")
 
@@ -334,7 +334,7 @@ def _sampling(rng: random.Random) -> dict[str, Any]:
 
 
 async def random_requests(urls: Sequence[str], seed: int, *, requests: int = 5000) -> Samples:
-    """Send half of the requests as chats and half as a batch job. Return all answers and what the server counted."""
+    """Send half of the requests as chats and half as a batch job. Return all answers and the server's counters."""
     bodies, half, turns = random_bodies(requests, seed), requests // 2, asyncio.Semaphore(AT_ONCE)
     async with Client(Target(urls[0], timeout=live.ANSWER_SECONDS), time.monotonic) as client:
 

@@ -1,4 +1,4 @@
-"""Loads of the live benchmarks: plans of chats beside offline work, one run of such a plan, and what it gives."""
+"""Loads of the live benchmarks: plans of chats beside offline work, and one run of such a plan."""
 
 import asyncio
 import math
@@ -141,7 +141,7 @@ def run_alone(
     seed: int,
     **settings: Any,
 ) -> Run:
-    """Run one arm on a server of its own, so that what the server learns from one arm does not change another."""
+    """Run one arm on a server of its own, so that no arm changes another."""
     with serve() as url:
         warm = [i / rate for i in range(int(rate * LEARNING))]
         asyncio.run(run_arm(url, warm, LEARNING, "flex", 0, **settings))

@@ -64,7 +64,8 @@ OPT_CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""The demo model's sizes without rotary embeddings; the two matrices of its MLP hold what the demo's three do."""
+"""The demo model's sizes without rotary embeddings; the two matrices of its MLP have the parameters of the demo's
+three."""
 SAMPLE_SECONDS = 0.5
 BURST = 32
 COUNTED = ("preemptions", "prefill_tokens", "decode_tokens")
@@ -74,7 +75,7 @@ HIDDEN, RUNNING, PREEMPTED = "tidemill_hidden_blocks", "tidemill_requests_runnin
 
 @dataclass(slots=True)
 class PressureRun:
-    """One seed of one arm. `counts`: what the server's counters grew by; `hidden_blocks`: the gauge, as sampled;
+    """One seed of one arm. `counts`: growth of the server's counters; `hidden_blocks`: the gauge, as sampled;
     `admitted`: the most requests seen to run before one was preempted."""
 
     prompt: int
@@ -105,8 +106,7 @@ def model_folder(folder: Path, model: str) -> tuple[str, ...]:
 
 
 def counters(page: str) -> dict[str, float]:
-    """What a page of /metrics counts, each summed over its labels, cache units by operation; 0 for what is not there
-    yet."""
+    """Return the counters of a page of /metrics, summed over labels, cache units by operation; 0 for missing ones."""
     names = {name: f"tidemill_{name}_total" for name in COUNTED}
     names |= {name: f'tidemill_cache_units_total{{operation="{name}"}}' for name in MOVED}
     return {name: read_metric(page, metric, missing=0.0) for name, metric in names.items()}
@@ -176,7 +176,7 @@ def show(name: str, seed: str, runs: Sequence[PressureRun], ttft: float, tbt: fl
 
 
 def costs(profile: Path) -> str:
-    """A line with what the kept profile says of the cache's representations."""
+    """Return a line with the profile's costs of the cache's representations."""
     about = json.loads(profile.read_bytes())
     found = {name: "-" if value is None else f"{value * 1e6:.2f}" for name, value in about["cache_costs"].items()}
     return (
@@ -191,7 +191,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=("demo", "opt", "gqa"), default="demo")
     parser.add_argument("--rate", type=float, help="requests a second (default: by --load)")
     parser.add_argument(
-        "--load", type=float, default=1.2, help="the rate as a multiple of what the first arm answers of a burst"
+        "--load", type=float, default=1.2, help="the rate as a multiple of the first arm's answers/s in a burst"
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="of arrivals, for each seed of each arm")
     parser.add_argument("--seeds", type=int, default=2)

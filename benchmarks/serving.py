@@ -43,7 +43,7 @@ Answers = Callable[[Plan], Awaitable[list[RequestRecord]]]
 
 
 class Failed(Exception):
-    """A round in which an answer was not what was asked for."""
+    """A round with an incomplete answer."""
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ def line(name: str, row: Figures, digits: int) -> str:
 
 
 def report(arms: Sequence[Arm], output: Path | None, about: str) -> None:
-    """Prints what was found and writes it all to `output`."""
+    """Print the table and write all figures to `output`."""
     for arm in [arm for arm in arms if not arm.rounds]:
         print(f"{arm.engine.name} answered no round in full and is left out")
     kept = [arm for arm in arms if arm.rounds]
@@ -170,9 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks serving", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of each engine, besides one to warm up (default: 5)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="where all figures are written")
-    parser.add_argument(
-        "--slo", default=PROMISE, help="of this server: what may prolong gaps, prompts that come meanwhile, follows it"
-    )
+    parser.add_argument("--slo", default=PROMISE, help="of this server; prompts may prolong gaps within it")
     finders.add_flags(parser)
     args = parser.parse_args(argv)
     if args.rounds < 1:

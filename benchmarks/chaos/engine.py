@@ -1,4 +1,4 @@
-"""Faults of the engine process beside streams and a batch: one table of what happens and of what must hold.
+"""Faults of the engine process beside streams and a batch: one table of faults and promises.
 
 Each part has a server of its own. Answers are compared with those that the same server gave undisturbed.
 """
@@ -36,7 +36,7 @@ HEAVY_TOKENS, LIGHT_TOKENS = 48, 8
 
 
 class Saboteur:
-    """Faults of a server, and what is seen of them.
+    """Faults of a server and their effects.
 
     Attributes:
         faults: Faults by name.
@@ -60,7 +60,7 @@ class Saboteur:
         self.poison: Counter[str] = Counter()
 
     async def storm(self, seconds: float) -> None:
-        """The poison first, beside everything else, then every fault once, then whatever comes until then."""
+        """The poison first, beside everything else, then every fault once, then random faults."""
         until = time.monotonic() + seconds
         acts: dict[str, Callable[[], Awaitable[None]]] = {
             "kill": self._kill, "kill twice": self._kill_twice, "hang": self._hang, "stop": self._stop,
@@ -103,7 +103,7 @@ class Saboteur:
         self.poison[str(answer.error)] += 1
 
     async def send_bombs(self, chosen: list[Bomb], at_once: int) -> None:
-        """All of these, so many at a time."""
+        """Send all bodies, `at_once` at a time."""
         for first in range(0, len(chosen), at_once):
             self.faults[f"bombs, {at_once} at once"] += len(chosen[first : first + at_once])
             async with asyncio.TaskGroup() as group:
@@ -199,7 +199,7 @@ def pauses(gaps: Sequence[tuple[float, float]], down: Sequence[tuple[float, floa
 
 @dataclass(slots=True)
 class Run:
-    """What is known once the work has ended. `down`: without an engine; `lag`: of the loop, before and after;
+    """Results of the work. `down`: without an engine; `lag`: of the loop, before and after;
     `own_lag`: but for its waits for a core."""
 
     saboteur: Saboteur
@@ -310,7 +310,7 @@ def report(run: Run) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A part: what happens, and what must hold besides whole and equal answers. `lines`: of the batch."""
+    """A part: a fault and its promises besides whole and equal answers. `lines`: of the batch."""
 
     about: str
     act: Callable[[Saboteur, Scale], Awaitable[None]]

@@ -1,6 +1,6 @@
-"""Break a server of the demo model part by part and check what its clients notice: the engine process killed, hung and
-failing, hostile requests, faulty disks, no descriptors, damaged state, the gateway killed. Exit 1 on a broken promise.
-`make chaos`.
+"""Break a server of the demo model part by part and check the effects on its clients: the engine process killed, hung
+and failing, hostile requests, faulty disks, no descriptors, damaged state, the gateway killed. Exit 1 on a broken
+promise. `make chaos`.
 """
 
 import argparse

@@ -161,7 +161,7 @@ LEVELS = (" WARNING ", " ERROR ", " CRITICAL ")
 
 @dataclass(slots=True)
 class Found:
-    """What a start on damaged state did. `known`: the server knows the running batch; `harm`: by kind."""
+    """Result of a start on damaged state. `known`: the server knows the running batch; `harm`: by kind."""
 
     name: str
     started: bool = False
@@ -211,7 +211,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 async def try_damage(base: State, damage: Damage, folder: Path, expected: dict[str, Any]) -> Found:
-    """Damage a copy of the state, start a server on it, and look at what has become of the batches."""
+    """Damage a copy of the state, start a server on it, and check the batches."""
     shutil.copytree(base.folder, folder / "state")
     state = State(folder / "state", base.ended, base.running, base.ended_input, base.running_input, base.older)
     damage.act(state)

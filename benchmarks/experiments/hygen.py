@@ -40,7 +40,7 @@ MACHINE = MachineSpec("llama-2-7b", "a100-40gb")
 
 
 BESIDE = Target("ttft_p99", 0.08)
-"""What is kept beside a tolerated mean TBT (HyGen, Figure 13)."""
+"""The second target beside a tolerated mean TBT (HyGen, Figure 13)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ def scenarios(config: Config, data: Path | None, seed: int) -> dict[str, Scenari
 
 
 def families(machine: Machine, config: Config) -> list[Family]:
-    """What is explored: at most 60 replays a window, the online-only one and the one without limit included.
+    """The families to explore: at most 60 replays a window, the online-only one and the one without limit included.
 
-    Flat budgets are spread by what they leave above the smallest step: beside online work all of a tight tolerance lies
+    Flat budgets are spread by their excess over the smallest step: beside online work all of a tight tolerance lies
     within a millisecond of it.
     """
     low, high = step_range(machine.predictor, machine.config)
@@ -216,7 +216,7 @@ def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
 
 
 def _key(result: Result) -> tuple[str, float]:
-    """What was asked for: the metric (and what had to be kept beside it) and the tolerance."""
+    """Return the metric (with the targets beside it) and the tolerance."""
     beside = result.setting.get("beside", {})
     name = " and ".join([result.setting["metric"], *(f"{key} {value:g}" for key, value in beside.items())])
     return name, result.setting["tolerance"]

@@ -1,7 +1,7 @@
-"""KunServe's evaluation (§5.2-§5.4): a fleet whose memory overflows in a burst, by what is done about it.
+"""KunServe's evaluation (§5.2-§5.4): a fleet whose memory overflows in a burst, by remedy.
 
 Qwen-2.5-14B on A100-80GB, 200 Gbit/s between engines, as the paper's cluster A; lengths of ShareGPT and of Azure's
-chats, Poisson arrivals with one burst. The cache is a share of what would fit, so that memory runs short before time
+chats, Poisson arrivals with one burst. The cache is a share of the free memory, so that memory runs short before time
 does. All arms run first come, first served, behind SAL:
 
 - `recompute`, `swap`: a preempted request loses its cache, or keeps it on the host; `migrate`: running requests leave a
@@ -113,7 +113,7 @@ Latencies = list[tuple[float, float]]
 
 
 def run_task(task: Task) -> tuple[Metrics, Latencies]:
-    """One run to the end of its last request, measured over all of them."""
+    """One run to the end of its last request, measured over all requests."""
     config, limit = task.config, task.config.machine.max_model_len
     machine = machine_of(config.machine, config.cache, task.seed)
     fleet = OverloadedFleet(

@@ -23,7 +23,8 @@ PAPER_ALPHAS = (1.0, 500.0, 1000.0)
 """α of the paper's Figure 9. It weighs seconds against cache blocks times queue length, read off its score; ours has
 neither unit, so ours is the paper's ÷ the blocks of the pool, times the TTFT objective where one is stated."""
 GUARD = 5.0
-"""TTFT objective in seconds of the run with the age guard: who has waited for longer goes first, by arrival."""
+"""TTFT objective in seconds of the run with the age guard: a request that has waited for longer runs first, by
+arrival."""
 SOURCES = {"chat": lengths.AZURE_CONV, "code": lengths.AZURE_CODE}
 
 MACHINE = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=256, max_model_len=8192)
@@ -46,7 +47,7 @@ SHORT = replace(CONFIG, window=180.0)
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A policy and what the table says about it."""
+    """A policy and its description in the table."""
 
     policy: str
     setting: Setting

@@ -102,7 +102,7 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Ca
 
 
 def predictor_rows(machine: Machine, config: Config, data: Path | None, seed: int) -> list[Result]:
-    """MAPE on the steps of one replay with offline work, none of which any model was fitted to."""
+    """MAPE on the steps of one replay with offline work, unseen by every fit."""
     scenario = hygen.scenarios(config.at(config.base.rate), data, seed)["chosen"]
     steps = recorded_steps(machine, scenario, Setting(BudgetParams("hygen", config.budget)), seed)
     models: dict[str, LatencyPredictor] = {"full": machine.predictor, "hygen": machine.profile("hygen")}

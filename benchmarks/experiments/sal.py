@@ -36,7 +36,7 @@ MACHINE = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=256, max_num_batch
 
 
 class Fleet(NamedTuple):
-    """Devices by name, one an engine, and what is run on them."""
+    """Devices by name, one an engine, with policies and workloads."""
 
     name: str
     devices: tuple[str, ...]
@@ -184,7 +184,7 @@ Group = tuple[str, float, str, str]
 
 
 def group_of(result: Result) -> Group:
-    """What runs share that are compared with one another."""
+    """Return the key of runs that are compared."""
     setting = result.setting
     return setting["workload"], setting["rate"], setting["fleet"], setting["online_policy"]
 

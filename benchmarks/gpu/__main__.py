@@ -71,7 +71,7 @@ def run_here(setup: Setup, names: Sequence[str]) -> None:
 
 
 def run_section(name: str, seconds: float, tiny: bool) -> list[Row]:
-    """Run one section in a child process; what it printed before it failed or ran out of time counts."""
+    """Run one section in a child process and return its rows, also of a section that fails or runs out of time."""
     command = [sys.executable, "-m", "benchmarks.gpu", name, "--child", *(["--tiny"] if tiny else [])]
     try:
         ended = subprocess.run(command, capture_output=True, timeout=seconds, check=False, text=True)
@@ -86,7 +86,7 @@ def run_section(name: str, seconds: float, tiny: bool) -> list[Row]:
 
 
 def describe(setup: Setup) -> dict[str, str]:
-    """What the figures were measured on."""
+    """Return the device and the versions."""
     cuda = setup.device.type == "cuda"
     machine = torch.cuda.get_device_name(setup.device) if cuda else platform.processor() or platform.machine()
     driver, triton = cuda_driver() or "unknown", version("triton") if cuda else "interpreted"

@@ -12,7 +12,7 @@ from benchmarks.gpu.table import Row
 from engine.api import EngineRequest, RequestClass, SamplingParams
 
 _TARGETS = {"Qwen3-0.6B": (27.0, 36.3), "Qwen2.5-0.5B": (90.0, 184.0), "8B": (11.0, 13.3)}
-_MEMORY_SHARE = 0.8  # of what is free beside the weights, for the cache
+_MEMORY_SHARE = 0.8  # share of the memory beside the weights, for the cache
 
 
 def lengths_of(setup: Setup, seed: int = 0) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ SCRIPTS = Path(__file__).parent
 
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
-    """Where the peers are (all of them, or those named); the same threads and type for all."""
+    """Add the places of all or the named peers; the same threads and type for all."""
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all cores)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
     for name in FINDERS if names is None else names:
@@ -161,7 +161,7 @@ def version_of(binary: Path) -> str:
 
 
 def version_in(where: str, *names: str) -> str:
-    """Name and version of the first of these packages that a virtual environment has; empty without one."""
+    """Return name and version of the first package that a virtual environment has; empty without one."""
     python = Path(where, "bin", "python")
     code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
     for name in names if python.exists() else ():
@@ -176,4 +176,4 @@ FINDERS: dict[str, tuple[Callable[[str, int, str], Engine], str]] = {
     "openvino": (openvino, "virtual environment with openvino-genai and optimum-intel"),
     "llama": (llama, "llama-server or virtual environment with it or with llama-cpp-python[server]"),
 }
-"""By flag: how it is made from its place, threads and type; and what the place is."""
+"""By flag: how it is made from its place, threads and type; and a description of the place."""

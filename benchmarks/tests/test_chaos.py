@@ -1,4 +1,4 @@
-"""The benchmark that breaks the engine process: what it counts, what it breaks, and a short run of the whole. Slow."""
+"""`benchmarks chaos`: its counts and faults, and a short run of all faults (slow)."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""The arithmetic of the live benchmarks by hand: what is measured, and how rounds become figures."""
+"""The arithmetic of the live benchmarks by hand."""
 
 import math
 import xml.etree.ElementTree as ElementTree

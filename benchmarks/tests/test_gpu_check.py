@@ -57,7 +57,7 @@ def test_sections() -> None:
 
 
 def test_features_are_the_engine_that_the_server_builds(capsys: pytest.CaptureFixture[str]) -> None:
-    """The one section that needs what the server's engine imports."""
+    """The one section that needs the server's packages."""
     check.run_here(tiny_setup(), ["features"])
     (row,) = check._rows(capsys.readouterr().out)
     assert row.measured is not None and math.isfinite(row.measured)

@@ -30,7 +30,7 @@ def test_every_peer_gets_the_same_threads_type_and_place(monkeypatch: pytest.Mon
 
 
 class Writer:
-    """Stand for gguf.GGUFWriter and keep what is written."""
+    """Stand for gguf.GGUFWriter and keep all values."""
 
     last: "Writer"
 
