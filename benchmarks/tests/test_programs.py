@@ -49,7 +49,6 @@ SIZES = {
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve a model of two layers."""
-    monkeypatch.setattr(live, "CONFIG", live.CONFIG | TINY)
     for name in TINY:
         monkeypatch.setitem(live.CONFIG, name, TINY[name])
     monkeypatch.setattr(loads, "LEARNING", 2.0)
@@ -61,6 +60,7 @@ def run(*words: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:Sending a large body")  # the lines of a job
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_with_servers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,11 +71,13 @@ def test_a_program_with_servers(name: str, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:Sending a large body")  # the lines of a job
+@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [word for size in SIZES[name] for word in ("--set", size)]
     try:
-        run("features", name, "--rounds", "1", "--flag=--profile-seconds=1", *sizes)
+        run("features", name, "--rounds", "1", "--flag=--profile-seconds=0", *sizes)
     except SystemExit as differing:  # without native kernels, rounding depends on the rows of a step
         assert name == "identity" and "answers are equal" in str(differing)
         return
