@@ -101,7 +101,7 @@ ARMS = (("fcfs", 0), ("apt:0", 0), ("apt:0", 700), ("apt:0.4", 700), ("goodput-s
 
 
 def pressed_core(policy: str, scratch: int, waiting: int) -> tuple[EngineCore, float]:
-    """A pool that 64 requests fill, and `waiting` behind them of which about a quarter have missed their SLO; the core
+    """A pool that 64 requests fill, and `waiting` behind them, a quarter already late; the core
     and its time."""
     generator, knots = random.Random(0), tuple(range(0, 512, 32))
     model = LatencyModel(

@@ -17,7 +17,7 @@ from fakes.speculation import Oracle
 from native_build import native_library
 
 import engine.models.demo
-from benchmarks.structured_beside import HOSTILE
+from benchmarks.hostile import BESIDE_CHATS as HOSTILE
 from engine.api import FinishReason, RequestClass
 from engine.errors import InvalidRequestError
 from engine.execution import masks as masks_module

@@ -1,4 +1,5 @@
-"""One run of Apt-Serve's evaluation: a policy and a cache on a machine under one load, and what its requests got."""
+"""One run of Apt-Serve's evaluation: a policy and a cache on a machine under one load, and the latencies of its
+requests."""
 
 import math
 from collections.abc import Iterator, Sequence

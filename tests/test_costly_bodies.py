@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from benchmarks import bombs
+from benchmarks import hostile as bombs
 from engine.text import chat_template
 from engine.text import tokenizer as text
 from engine.text.tokenizer import Tokenizer

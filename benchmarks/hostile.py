@@ -1,10 +1,11 @@
-"""Grammars that are expensive, endless, recursive, odd or malformed, each as a function of its size in bytes.
+"""Costly inputs: grammars that are expensive, endless, recursive, odd or malformed, and small bodies that cost much.
 
-A grammar that nests, refers, repeats or doubles takes as many levels as the size allows.
+Each is a function of its size in bytes. A grammar that nests, refers, repeats or doubles takes as many levels as the
+size allows.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,3 +274,187 @@ def grammars() -> list[HostileGrammar]:
         for kind, table in KINDS.items()
         for name, make in table.items()
     ]
+
+
+def _nested_objects(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = _object(a=schema)
+    return schema
+
+
+BESIDE_CHATS: tuple[dict[str, Any], ...] = (
+    _nested_objects(199),
+    {"enum": [f"value {number} {'x' * (number % 7)}" for number in range(20_000)]},
+    {"type": "string", "pattern": "^(a+)+(b|a){1,200}(c*)*$"},
+    {
+        "$defs": {"node": {"type": "object", "properties": {side: {"$ref": "#/$defs/node"} for side in ("l", "r")}}},
+        "$ref": "#/$defs/node",
+    },
+)
+"""Schemas that a server enforces or refuses beside chats."""
+
+
+# --- request bodies
+
+CHAT, COMPLETIONS, BATCHES = "/v1/chat/completions", "/v1/completions", "/v1/batches"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+MAX_BYTES = 4 * 1024 * 1024
+SMALL_BYTES = 32 * 1024  # parsed on the event loop itself
+
+
+@dataclass(frozen=True, slots=True)
+class Bomb:
+    """A body that costs more than it weighs. `make(size)` returns at most `size` bytes; `statuses`: right answers."""
+
+    name: str
+    path: str
+    make: Callable[[int], bytes]
+    statuses: tuple[int, ...] = (400,)
+
+
+def filled(start: str, unit: str, end: str = "", between: str = "") -> Callable[[int], bytes]:
+    """Return a body of `start`, as many units as fit, and `end`. `%x` in a unit becomes its number."""
+
+    def make(size: int) -> bytes:
+        room = size - len((start + end).encode())
+        count = max(0, room // (len((unit.replace("%x", "9999999") + between).encode())))
+        units = (unit.replace("%x", f"{number:x}") for number in range(count)) if "%x" in unit else [unit] * count
+        return (start + between.join(units) + end).encode()
+
+    return make
+
+
+def repeated(start: str, unit: str, end: str) -> Callable[[int], bytes]:
+    """Return a body of units with commas between them."""
+    return filled(start, unit, end, ",")
+
+
+def nested(start: str, opening: str, closing: str, end: str, depth: int) -> Callable[[int], bytes]:
+    return lambda _: (start + opening * depth + closing * depth + end).encode()
+
+
+UNITS = {
+    "empty objects": "{}", "nulls": "null", "numbers": "1", "texts": '"a"', "arrays": "[]", "objects": '{"a":{}}',
+}  # fmt: skip
+"""Items that no list of requests takes."""
+NAMES = '"%x":0'
+HI = '"messages":[{"role":"user","content":"hi"}]'
+GOOD = '{"role":"user","content":"x"}'
+PART, CALL = '{"type":"text","text":""}', '{"id":"a","type":"function","function":{"name":"f","arguments":"{}"}}'
+BLOCKS = {
+    "images": '{"type":"image"}', "texts of nothing": PART, "wrong texts": '{"type":"text","text":1}',
+    "calls": '{"type":"tool_use","id":"a","name":"f","input":{}}', "thoughts": '{"type":"thinking","thinking":""}',
+    "results": '{"type":"tool_result","tool_use_id":"a"}',
+}  # fmt: skip
+ITEMS = {
+    "unknown types": '{"type":"computer_call"}', "wrong fields": '{"role":1,"content":2,"a":3,"b":4}', "good": GOOD,
+    "calls": '{"type":"function_call","call_id":"a","name":"f","arguments":"{}"}',
+    "thoughts": '{"type":"reasoning","summary":[]}',
+    "outputs": '{"type":"function_call_output","call_id":"a","output":[]}',
+}  # fmt: skip
+TEXTS = {
+    "words": "the quick brown fox ", "one letter": "a", "digits": "0123456789", "control tokens": "<|im_end|>",
+    "combining marks": "a\u0301\u0323", "emoji": "\U0001f469\u200d\U0001f4bb", "Chinese": "\u4e2d\u6587",
+    "escapes": "\\u4e2d", "quotes": '\\"', "brackets": "[{,", "spaces": " ", "new lines": "\\n",
+    "noncharacters": "\ufdd0",
+}  # fmt: skip
+
+
+def _lists(model: str) -> Iterator[tuple[str, str, str, str, dict[str, str]]]:
+    """Yield (name, path, start, end, units) of each list in a request."""
+    head, nine = f'{{"model":"{model}",', f'{{"model":"{model}","max_tokens":9,'
+    parts, calls = '[{"role":"user","content":[', '[{"role":"assistant","content":"","tool_calls":['
+    yield "chat messages", CHAT, head + '"messages":[', "]}", {"good": GOOD, "of a king": '{"role":"king"}', **UNITS}
+    yield "chat parts", CHAT, head + f'"messages":{parts}', "]}]}", {"good": PART, "wrong": '{"type":1,"a":3}', **UNITS}
+    yield "chat calls", CHAT, head + f'"messages":{calls}', "]}]}", {"good": CALL, **UNITS}
+    ids = {"ids": "1", "large ids": "99999", "negative ids": "-1", "fractions": "0.5", "empty prompts": '""'}
+    yield "prompt", COMPLETIONS, head + '"prompt":[', "]}", ids | {"objects": "{}", "of an id": "[1]"}
+    yield "response items", RESPONSES, head + '"input":[', "]}", ITEMS | UNITS
+    yield "messages", MESSAGES, nine + '"messages":[', "]}", {"good": GOOD, **UNITS}
+    yield "message blocks", MESSAGES, nine + f'"messages":{parts}', "]}]}", BLOCKS | UNITS
+
+
+def _fields(model: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, path, start) of fields that hold an object or a list; the body ends with one brace."""
+    head, nine = f'{{"model":"{model}",', f'{{"model":"{model}","max_tokens":9,'
+    for name in ("tools", "response_format", "stop", "logit_bias"):
+        yield f"chat {name}", CHAT, f'{head}{HI},"{name}":'
+    for name in ("tools", "include", "text", "reasoning"):
+        yield f"response {name}", RESPONSES, f'{head}"input":"x","{name}":'
+    for name in ("system", "tools", "tool_choice", "thinking", "stop_sequences"):
+        yield f"message {name}", MESSAGES, f'{nine}{HI},"{name}":'
+
+
+def _single(model: str) -> Iterator[Bomb]:
+    """Yield long values, deep values and many names."""
+    head, nine = f'{{"model":"{model}",', f'{{"model":"{model}","max_tokens":9,'
+    messages, prompt = head + '"messages":[', head + '"prompt":'
+    for name, path, start in (
+        ("chat", CHAT, head + HI),
+        ("response", RESPONSES, head + '"input":"x"'),
+        ("message", MESSAGES, nine + HI),
+        ("batch", BATCHES, '{"input_file_id":"file-x"'),
+    ):
+        yield Bomb(f"{name}: unknown names", path, repeated(start + ",", NAMES, "}"))
+        yield Bomb(f"{name}: a long name", path, filled(start + ',"', "x", '":0}'))
+    for name, text in TEXTS.items():
+        start, right = messages + '{"role":"user","content":"x', (200,) if text in (" ", "\\n") else (400,)
+        yield Bomb(f"text of {name}", CHAT, filled(start, text, '"}]}'), right)
+    for name, path, start, end in (
+        ("a prompt", COMPLETIONS, prompt + '"', '"}'), ("a response", RESPONSES, head + '"input":"', '"}'),
+        ("instructions", RESPONSES, head + '"input":"x","instructions":"', '"}'),
+        ("a system", MESSAGES, f'{nine}{HI},"system":"', '"}'),
+        ("text to count", COUNT, messages + '{"role":"user","content":"', '"}]}'),
+    ):  # fmt: skip
+        yield Bomb(f"words of {name}", path, filled(start, "the quick brown fox ", end))
+    yield Bomb("a long role", CHAT, filled(messages + '{"content":"x","role":"', "x", '"}]}'))
+    yield Bomb("a long model", CHAT, filled(f'{{{HI},"model":"', "x", '"}'), (404,))
+    yield Bomb("a long number", CHAT, filled(f'{head}{HI},"seed":', "1", "}"))
+    yield Bomb("a long window", BATCHES, filled('{"input_file_id":"","endpoint":"","completion_window":"', "1", 'h"}'))
+    yield Bomb("messages 1,000 deep", CHAT, nested(messages, '[{"a":', "}]", "]}", 500))
+    yield Bomb("tools 1,000 deep", CHAT, nested(f'{head}{HI},"tools":', "[", "]", "}", 1000))
+    yield Bomb("a prompt 500 deep", COMPLETIONS, nested(prompt, '{"a":', "}", "}", 500))
+    yield Bomb("opening brackets", CHAT, filled(messages, "["))
+    yield Bomb("an error at the end", CHAT, repeated(head + '"metadata":[', "[]", "}"))
+    yield Bomb("many prompts", COMPLETIONS, repeated(prompt + "[", f"[{','.join(['12345'] * 300)}]", "]}"))
+
+
+def joined(model: str) -> Iterator[Bomb]:
+    """Yield bodies whose pieces of text a server puts together to one prompt."""
+    nine, thoughts = f'{{"model":"{model}","max_tokens":9,', '"messages":[{"role":"assistant","content":['
+    items, end = f'{{"model":"{model}","input":[', ']},{"role":"user","content":"x"}]}'
+    for name, path, start, opening, closing, after, statuses in (
+        ("messages: a system", MESSAGES, f'{nine}{HI},"system":[', '{"type":"text","text":"', '"}', "]}", (400,)),
+        ("messages: thoughts", MESSAGES, nine + thoughts, '{"type":"thinking","thinking":"', '"}', end, (400,)),
+        ("responses: a system", RESPONSES, items, '{"role":"system","content":"', '"}', "]}", (400,)),
+        ("responses: a thought", RESPONSES, items,
+         '{"type":"reasoning","summary":[{"type":"summary_text","text":"', '"}]}', "]}", (200, 400)),
+    ):  # fmt: skip
+        yield Bomb(f"{name} in pieces", path, pieces(start, opening, closing, after), statuses)
+
+
+def pieces(start: str, opening: str, closing: str, end: str) -> Callable[[int], bytes]:
+    """Fill a body with 4,000 equal texts, or with fewer texts of one letter."""
+
+    def make(size: int) -> bytes:
+        room = size - len(start + end)
+        count = min(4000, room // len(opening + closing + "a,"))
+        text = "a" * (room // count - len(opening + closing + ","))
+        return (start + ",".join([opening + text + closing] * count) + end).encode()
+
+    return make
+
+
+def bombs(model: str) -> list[Bomb]:
+    """List all bodies for a server that calls its model so."""
+    found = [
+        Bomb(f"{name}: {kind}", path, repeated(start, unit, end))
+        for name, path, start, end, units in _lists(model)
+        for kind, unit in units.items()
+    ]
+    for name, path, start in _fields(model):
+        found.append(Bomb(f"{name} of objects", path, repeated(start + "[", '{"a":{}}', "]}")))
+        found.append(Bomb(f"{name} of texts", path, repeated(start + "[", '"%x"', "]}")))
+        found.append(Bomb(f"{name} of names", path, repeated(start + "{", NAMES, "}}")))
+    return [*found, *_single(model), *joined(model)]

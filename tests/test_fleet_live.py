@@ -45,7 +45,7 @@ def fleet_server(folder: Path) -> Iterator[str]:
     command += ["--engines", "2", "--profile-seconds", "0", "--dtype", "float32"]
     command += ["--num-gpu-blocks-override", "600", "--slo", "ttft_p99=100s,tbt_p99=100s"]
     with log.open("wb") as output:
-        environment = {**os.environ, VARIABLE: str(folder)}
+        environment = {**os.environ, VARIABLE: str(folder), "PYTHONPATH": str(Path(__file__).parents[1])}
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
             yield ready_url(process, log)
