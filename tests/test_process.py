@@ -163,31 +163,6 @@ async def test_what_goes_wrong_in_the_engine_needs_no_other_process(
         await until_idle(engine)
 
 
-@pytest.mark.parametrize("number", [1, 2, 7])
-async def test_an_engine_that_answers_otherwise_ends_and_streams_go_on(
-    number: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
-) -> None:
-    """From its first check on, which is before its start, or from a later one."""
-    faults, ends = f"canary:{number}", {"canary": 1}
-    if number == 1:  # the first process notes what the others must answer
-        faults, ends = "after:4:1-1,canary:1:2-2", {"killed": 1, "start": 1}
-    async with engine_process(tmp_path / "children", faults) as engine:
-        assert await answers(engine) == undisturbed
-        while (await engine.stats()).restarts != ends:  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(0.01)
-        await until_idle(engine)
-
-
-async def test_what_the_engine_asks_of_itself_is_in_no_figure(tmp_path: Path) -> None:
-    async with engine_process(tmp_path / "children", "canary:99") as engine:
-        while (await engine.stats()).probe_tokens < 200:  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(0.01)
-        await collect(engine, request("chat", max_tokens=3))
-        stats = await engine.stats()
-        assert (stats.prefill_tokens, stats.decode_tokens, stats.offline_tokens) == (7, 2, 0)
-        assert stats.prefix_queried_tokens == 7
-
-
 async def test_only_the_first_start_tests_the_model(tmp_path: Path) -> None:
     """Streams wait for the others."""
     async with engine_process(tmp_path / "children") as engine:

@@ -41,7 +41,6 @@ CAUSES = {
     "loop": Origin.REQUEST,
     "protocol": Origin.REQUEST,
     "silent": Origin.REQUEST,
-    "canary": Origin.ENGINE,
     "sick": Origin.ENGINE,
     START: Origin.ENGINE,
     RENEWED: Origin.ASKED,

@@ -183,7 +183,7 @@ class PipelineStage:
         return tuple(Past(name, *held) for name, held in found.items() if held is not None)
 
     def _detach(self) -> tuple[Past, ...]:
-        """Detach the gateway's requests. Canary requests stay and start over."""
+        """Detach the gateway's requests. Requests of the engine itself stay and start over."""
         engine, pasts = self._engine, []
         for found in sorted(engine.moves.open_requests(), key=lambda request: request.arrival):
             request_id = found.request_id
