@@ -29,8 +29,8 @@ from engine.scheduling.moving import Moves
 from engine.scheduling.next_step import may_run_ahead
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.planner import whole
-from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
+from loadgen.simulation.policies import find_policy
 
 
 def make_request(

@@ -26,9 +26,9 @@ from engine.scheduling.laxity import on_time, prefill_pace
 from engine.scheduling.ledger import StepLedger
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.planner import offline_allowance
-from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
+from loadgen.simulation.policies import find_policy
 from predictor.budget import BudgetParams
 from predictor.features import LatencyPredictor
 from predictor.model import LatencyModel

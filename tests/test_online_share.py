@@ -15,9 +15,9 @@ from engine.core import EngineCore
 from engine.errors import QueueFullError
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import Request
-from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
+from loadgen.simulation.policies import find_policy
 
 AMPLE, SHORT = 2 * 8000, 2 * 300
 CONFIG = SchedulerConfig(AMPLE, 4096, max_num_waiting=2000, max_queue_time=UNLIMITED_QUEUE)

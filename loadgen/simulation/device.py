@@ -16,11 +16,11 @@ from engine.errors import ConfigError
 from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, SchedulerConfig
 from engine.models.spec import load_spec
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
-from engine.scheduling.policies import find_policy
 from engine.speculation.trace import DraftTrace, DraftTraces
 from engine.virtual import PredictedRunner
 from loadgen import InputError
 from loadgen.simulation.gpu import DEVICES, MODELS, ModelShape, SimulatedDevice, SimulatedRunner, fit_device
+from loadgen.simulation.policies import find_policy
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.profile import CacheCosts, Profile, ProfileError, ProfileKey
