@@ -21,8 +21,8 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.forward import Forward
 from engine.execution.runner import Runner
 from engine.machine.processes import settle
+from engine.scheduling.offline import whole
 from engine.scheduling.output import Collect, SchedulerOutput
-from engine.scheduling.planner import whole
 
 PROMPT, WARM = (100, 400), 60
 _KINDS = {"online": RequestClass.ONLINE, "offline": RequestClass.OFFLINE}

@@ -28,7 +28,7 @@ from engine.api import EngineRequest, RequestClass, RequestOutput, SamplingParam
 from engine.colocation.keeper import Colocation
 from engine.colocation.waits import initial_budget
 from engine.core import EngineCore
-from engine.scheduling.planner import OfflinePlan, whole
+from engine.scheduling.offline import OfflinePlan, whole
 from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, VirtualDriver

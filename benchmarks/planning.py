@@ -17,8 +17,8 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.limits import SchedulerConfig
 from engine.loop.planner import PlanOffline
+from engine.scheduling.offline import OfflinePlan
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan
 
 STEP_SECONDS = 0.020
 ONLINE, OFFLINE = 32, 1600

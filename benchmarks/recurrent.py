@@ -31,9 +31,9 @@ from engine.api import EngineRequest, SamplingParams
 from engine.core import EngineCore
 from engine.execution.memory import CHECKPOINT_PART, useful_slots
 from engine.limits import CHECKPOINT_TOKENS, UNITS_PER_BLOCK, Limits, SchedulerConfig
-from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.report import report_stats
+from engine.scheduling.selection import Columns, choose
 
 LFM2 = {
     "architectures": ["Lfm2ForCausalLM"],

@@ -50,10 +50,10 @@ from engine.machine.link import LinkLostError
 from engine.machine.processes import collect_due
 from engine.panics import as_error
 from engine.scheduling.moving import MovedRequest, Moves
-from engine.scheduling.next_step import may_run_ahead
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
 from engine.scheduling.report import report_load, report_stats
+from engine.scheduling.step import may_run_ahead
 from engine.stream import RequestStream
 from predictor.promise import Promise
 

@@ -15,8 +15,8 @@ import orjson
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
-from engine.scheduling.job_queue import OFFLINE_POLICIES
 from engine.scheduling.objective import UNLIMITED, StepObjective
+from engine.scheduling.queues import OFFLINE_POLICIES
 from engine.speculation.trace import DraftTraces, read_traces
 from gateway.commands.flags import add_flags, flags_of, given
 from gateway.config import ServerConfig

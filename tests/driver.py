@@ -26,10 +26,10 @@ from engine.errors import TidemillError
 from engine.limits import SchedulerConfig
 from engine.request import Request
 from engine.scheduling.moving import Moves
-from engine.scheduling.next_step import may_run_ahead
+from engine.scheduling.offline import whole
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.planner import whole
 from engine.scheduling.report import report_stats
+from engine.scheduling.step import may_run_ahead
 from loadgen.simulation.policies import find_policy
 
 

@@ -13,7 +13,7 @@ from engine.cache.pool import BlockPool
 from engine.cache.tiers import Tiers
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus
-from engine.scheduling.fair_share import OnlineShare
+from engine.scheduling.queues import OnlineShare
 
 
 def check_core(core: EngineCore) -> None:

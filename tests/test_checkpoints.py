@@ -10,7 +10,7 @@ from engine.api import RequestClass
 from engine.cache.checkpoints import Checkpoints
 from engine.limits import SchedulerConfig
 from engine.request import Request, RequestTimes
-from engine.scheduling.planner import whole
+from engine.scheduling.offline import whole
 from predictor.model import LatencyModel
 
 BLOCK, VOCAB = 4, 97

@@ -13,12 +13,12 @@ from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import RequestStatus
-from engine.scheduling.draft import StepDraft
-from engine.scheduling.next_step import LastResortBuilder
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.offline import OfflinePlan, PlannedChunk, whole
 from engine.scheduling.output import Collect, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
+from engine.scheduling.plan import StepDraft
 from engine.scheduling.policies import find_policy
+from engine.scheduling.step import LastResortBuilder
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel

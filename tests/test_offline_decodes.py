@@ -14,8 +14,8 @@ from engine.limits import SchedulerConfig
 from engine.loop.planner import Planner
 from engine.scheduling.moving import Moves
 from engine.scheduling.objective import OfflineAllowance, StepObjective
+from engine.scheduling.offline import OfflinePlan, PlannedChunk, whole
 from engine.scheduling.output import ModelRunnerOutput
-from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
 from engine.scheduling.results import TOLD_TOGETHER
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel

@@ -8,8 +8,7 @@ import pytest
 from test_laxity import MODEL, OBJECTIVE
 
 import engine.scheduling.admission
-import engine.scheduling.prompts
-import engine.scheduling.tenants
+import engine.scheduling.step
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.errors import QueueFullError
@@ -145,9 +144,9 @@ def test_with_one_tenant_nothing_asks_for_its_share(monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:
         raise AssertionError("tenants are compared although there is only one")
 
-    for module in (engine.scheduling.prompts, engine.scheduling.admission):
+    for module in (engine.scheduling.step, engine.scheduling.admission):
         monkeypatch.setattr(module, "order_tenants", refuse)
-    monkeypatch.setattr(engine.scheduling.tenants, "by_tenant", refuse)
+    monkeypatch.setattr(engine.scheduling.admission, "by_tenant", refuse)
     records = replay(make_core(num_units=SHORT, max_queue_time="10x"), heavy(200))
     assert any(record.ended is not None for record in records.values())
 

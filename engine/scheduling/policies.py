@@ -30,12 +30,11 @@ from engine.cache.placement import READ_STEPS
 from engine.errors import ConfigError
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
-from engine.scheduling.fair_share import by_tenant
-from engine.scheduling.overdue import owes
+from engine.scheduling.queues import by_tenant
 from engine.scheduling.selection import DEFAULT_TTFT, Pressure, select_apt, select_goodput
-from engine.scheduling.state import SchedulerState
-from engine.scheduling.victims import freed_units
-from engine.scheduling.waiting import FCFS, OnlinePolicy, QueueContext, Start, fcfs
+from engine.scheduling.state import FCFS, OnlinePolicy, SchedulerState
+from engine.scheduling.urgency import freed_units, owes
+from engine.scheduling.waiting import QueueContext, Start, fcfs
 
 DEFAULT_ALPHA = 1.0
 Choose = Callable[[Sequence[Request], Pressure], list[Start]]

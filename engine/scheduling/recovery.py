@@ -22,8 +22,7 @@ from typing import NamedTuple
 from engine.api import EngineRequest, RequestClass, RequestTimes, SamplingParams
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.request import Request
-from engine.scheduling.in_flight import ReachedPoint
-from engine.scheduling.state import SchedulerState
+from engine.scheduling.state import ReachedPoint, SchedulerState
 
 LONE_FAILURES = 3
 LONE_WAITS = (2.0, 8.0)

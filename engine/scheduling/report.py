@@ -10,7 +10,7 @@ from dataclasses import asdict
 from engine.api import EngineStats, LoadReport, RequestClass
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
-from engine.scheduling.ledger import token_costs, usual_costs
+from engine.scheduling.objective import token_costs, usual_costs
 from engine.scheduling.state import SchedulerState
 
 LATE_PART = 0.25

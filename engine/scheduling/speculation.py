@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.request import Request
-from engine.scheduling.draft import StepDraft
-from engine.scheduling.ledger import StepLedger
+from engine.scheduling.objective import StepLedger
+from engine.scheduling.plan import StepDraft
 from engine.speculation.drafts import MAX_DRAFT, Drafts, Proposal
 from engine.speculation.trace import DraftTraces
 from predictor.features import BatchFeatures

@@ -1,30 +1,160 @@
-"""The state that steps are built from: queues, rows, units and limits. The core owns one instance per engine.
+"""The state that steps are built from: queues, rows, units, limits, steps in flight and counters.
 
-A `StepDraft` holds the state of a single step (HyGen §4.1, Algorithm 1). This module uses no asyncio, clock or tensor.
+The core owns one instance per engine. A `StepDraft` holds the state of a single step (HyGen §4.1, Algorithm 1). This
+module uses no asyncio, clock or tensor.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple, Protocol
 
-from engine.api import RequestClass
+from engine.api import EngineRequest, RequestClass
 from engine.cache.cache import Cache
 from engine.limits import UNITS_PER_BLOCK, QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
-from engine.scheduling.fair_share import OnlineShare
-from engine.scheduling.in_flight import Counters, InFlight
-from engine.scheduling.ledger import token_costs
-from engine.scheduling.objective import EASY_SHARE, StepObjective
-from engine.scheduling.offline_queue import OfflineQueue
-from engine.scheduling.waiting import OnlinePolicy, WaitingQueue, insert_by_age, remove_by_age
+from engine.scheduling.objective import EASY_SHARE, StepObjective, token_costs
+from engine.scheduling.output import Chunk, SchedulerOutput
+from engine.scheduling.queues import OfflineQueue, OnlineShare
+from engine.scheduling.waiting import Order, QueueContext, Start, WaitingQueue, fcfs, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
 
-if TYPE_CHECKING:
-    from engine.scheduling.speculation import Speculation
+
+class ReachedPoint(NamedTuple):
+    """A request of a step, and the number of its tokens computed after the step."""
+
+    request: Request
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A scheduled step that has not been updated yet.
+
+    Attributes:
+        requests: Its requests in the order of its chunks.
+        epochs: Epochs of the requests when the step was scheduled; a rewound request has a newer one.
+        guesses: By index of a chunk that a draft added, the drafted token that the chunk computes.
+        known: Requests whose token from this step became known, and was emitted, while the step ran (forced tokens).
+    """
+
+    output: SchedulerOutput
+    requests: list[Request]
+    epochs: list[int]
+    guesses: dict[int, int] = field(default_factory=dict)
+    known: set[Request] = field(default_factory=set)
+
+    def live(self) -> list[Request]:
+        """Return the step's requests that have neither ended nor been rewound since."""
+        pairs = zip(self.requests, self.epochs, strict=True)
+        live = [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
+        return list(dict.fromkeys(live)) if self.guesses else live
+
+    def reached(self) -> list[ReachedPoint]:
+        """Return the live requests with the number of their tokens computed after the step."""
+        live = set(self.live())
+        chunks = enumerate(zip(self.output.chunks, self.requests, strict=True))
+        return [
+            ReachedPoint(request, chunk.start + chunk.length)
+            for number, (chunk, request) in chunks
+            if request in live and number not in self.guesses
+        ]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters named as in `EngineStats`; they never decrease. Times in seconds."""
+
+    steps: int = 0
+    failed_steps: int = 0
+    stalls: int = 0
+    refused_requests: int = 0
+    step_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+    offline_prefill_tokens: int = 0
+    offline_decode_tokens: int = 0
+    probe_tokens: int = 0
+    predicted_seconds: float = 0.0
+    preemptions: dict[str, int] = field(default_factory=dict)
+    knapsack: dict[str, int] = field(default_factory=lambda: {"kv": 0, "compact": 0, "passed_over": 0})
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0
+    leftover_seconds: float = 0.0
+    leftover_used_seconds: float = 0.0
+
+    def count(self, chunk: Chunk, request: EngineRequest) -> None:
+        """Count a computed chunk of a request."""
+        if request.probe:
+            self.probe_tokens += chunk.length
+            return
+        is_offline = request.request_class is RequestClass.OFFLINE
+        if chunk.length == 1 and chunk.sample:
+            self.decode_tokens += 1
+            self.offline_decode_tokens += is_offline
+        else:
+            self.prefill_tokens += chunk.length
+            self.offline_prefill_tokens += chunk.length * is_offline
+
 
 MAX_BACK_OFF = 64.0
 """Longest time, in seconds, that a preempted offline request must wait before it starts beside online work."""
+
+
+Select = Callable[["SchedulerState", float], list[Start] | None]
+"""Takes the state and the time."""
+
+
+def _always(_request: Request, _context: QueueContext) -> bool:
+    return True
+
+
+def _never(_request: Request, _context: QueueContext) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class OnlinePolicy:
+    """One online policy.
+
+    Attributes:
+        order: Sort the waiting requests, given by arrival, best first.
+        admits: Whether a request may start now.
+        scans_past: Whether admission continues behind a request that could not start.
+        select: Choose the requests to start, and their representation, when memory is short; None: use `order`. Returns
+            None if memory suffices.
+        late_last: A running request that missed its TTFT objective loses its memory to those that can still meet it.
+        by_laxity: Prompts that can still meet the objective go first; while memory lasts they also start first.
+    """
+
+    order: Order
+    admits: Callable[[Request, QueueContext], bool] = _always
+    scans_past: Callable[[Request, QueueContext], bool] = _never
+    select: Select | None = None
+    late_last: bool = False
+    by_laxity: bool = False
+
+
+FCFS = OnlinePolicy(fcfs)
+
+
+class Drafter(Protocol):
+    """Source of drafted tokens; see `engine.scheduling.speculation.Speculation`."""
+
+    def add(self, step: Any, decodes: Sequence[Request], limit: float, /) -> None: ...
+
+    def is_promising(self, decodes: Sequence[Request], /) -> bool: ...
+
+    def judge(self, request: Request, accepted: int, /) -> None: ...
+
+    def end(self, request: Request, *, completed: bool) -> None: ...
+
+    def catch_up(self) -> bool: ...
 
 
 class SchedulerState:
@@ -80,7 +210,7 @@ class SchedulerState:
         self.num_prompts = self.num_answers = 0
         self.queue_time = QueueTime.parse(config.max_queue_time)
         self.counters = Counters()
-        self.speculation: Speculation | None = None
+        self.speculation: Drafter | None = None
 
     def make_offline_queue(self) -> OfflineQueue:
         costs = token_costs(self.model, self.config)

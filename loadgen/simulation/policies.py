@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from engine.request import Request
 from engine.scheduling import policies
-from engine.scheduling.waiting import OnlinePolicy, QueueContext, fcfs
+from engine.scheduling.state import OnlinePolicy
+from engine.scheduling.waiting import QueueContext, fcfs
 
 
 def fits_whole(request: Request, context: QueueContext) -> bool:

@@ -5,7 +5,7 @@ from random import Random
 
 from engine.api import EngineRequest
 from engine.request import Request
-from engine.scheduling.draft import StepDraft
+from engine.scheduling.plan import StepDraft
 from engine.scheduling.speculation import Speculation
 
 WRONG, AWAITS = 0.3, 0.5
