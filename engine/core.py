@@ -92,7 +92,7 @@ class EngineCore:
         for request in self.state.requests.values():
             spec = request.spec
             if spec.request_class is RequestClass.OFFLINE and spec.job == job and spec.lane is not lane:
-                waits = request.status is not RequestStatus.RUNNING and not request.aside
+                waits = request.status is not RequestStatus.RUNNING and not request.quarantined
                 self.state.waiting_offline.move(request, lane, waits=waits)
 
     def plan_offline(self, now: float) -> Generator[None, None, OfflinePlan]:

@@ -68,7 +68,7 @@ def picture(core: EngineCore, now: float) -> str:
         ("running offline", scheduler.running[RequestClass.OFFLINE]),
         ("waiting online", scheduler.waiting_online),
         ("waiting offline", list(scheduler.waiting_offline.candidates())),
-        ("aside", scheduler.aside),
+        ("quarantined", scheduler.quarantined),
     ):
         lines.append(f"{title}:")
         lines += [f"  {_portrait(request, now)}" for request in requests]

@@ -20,10 +20,10 @@ def check_core(core: EngineCore) -> None:
     """Assert that every unit and row is in one place and that the queues contain exactly the requests (E1, E3)."""
     state = core.state
     rows, queued = list(state.free_rows), [*chain(*state.running.values()), *state.waiting_online]
-    queued += [*state.waiting_offline, *state.aside]
+    queued += [*state.waiting_offline, *state.quarantined]
     for request in queued:
         assert state.requests.get(request.request_id) is request, "a queued request is unknown"
-        assert request.aside == (request in state.aside), "a request is aside, or it is not"
+        assert request.quarantined == (request in state.quarantined), "quarantined on one side only"
         if request.status is RequestStatus.RUNNING:
             capacity = len(request.cache_map.blocks) * state.config.block_size
             assert request.num_confirmed_tokens <= request.num_computed_tokens <= capacity

@@ -209,7 +209,7 @@ class CoreMachine(CoreRules):
             return
         newest = self.driver.in_flight[-1]
         scheduler = self.driver.core.state
-        if scheduler.aside:
+        if scheduler.quarantined:
             return  # suspects of a failed step, or the canary, have steps of their own
         for request in scheduler.running[RequestClass.ONLINE]:
             due = request.num_expected_tokens - request.num_computed_tokens == 1

@@ -23,7 +23,7 @@ from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, Sampling
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
-from engine.scheduling.plan import StepDraft
+from engine.scheduling.plan import StepPlan
 from engine.scheduling.queues import FairWalk, OnlineShare, by_tenant
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.urgency import (
@@ -86,12 +86,12 @@ def _paces(groups: Mapping[str, Sequence[Request]], pace: PrefillPace | None) ->
     return {name: pace.slower(sum(min(own, other) for other in work.values()) / own) for name, own in work.items()}
 
 
-def let_in(draft: StepDraft) -> Request | None:
+def let_in(step: StepPlan) -> Request | None:
     """Return the request that must start first because a row and memory are freed for it, or None.
 
     Called before the step contains any request. Preempts requests of the tenant with the most rows if necessary.
     """
-    state = draft.state
+    state = step.state
     if not state.waiting_online or not state.online_share.is_contested:
         return None
     held = Counter(request.spec.tenant for request in state.running[RequestClass.ONLINE])
@@ -105,24 +105,24 @@ def let_in(draft: StepDraft) -> Request | None:
             first.setdefault(request.spec.tenant, request)
             if len(first) == len(short):
                 break
-    if not first or not draft.may_start(request := first[state.online_share.by_standing(first)[0]]):
+    if not first or not step.may_start(request := first[state.online_share.by_standing(first)[0]]):
         return None
     share = state.online_share
     if request not in share.let_in:
-        for victim in _victims(draft, request, held):
+        for victim in _victims(step, request, held):
             share.let_in.add(request)
             share.moved.add(victim)
-            state.preempt(victim, "tenant", draft.now)
+            state.preempt(victim, "tenant", step.now)
     return request if request in share.let_in else None
 
 
-def _victims(draft: StepDraft, request: Request, held: Counter[str]) -> list[Request]:
+def _victims(step: StepPlan, request: Request, held: Counter[str]) -> list[Request]:
     """Return the newest requests of the tenants with the most rows until `request` fits.
 
     Empty if it fits without them or not even with them. A tenant loses no row to one that would then have more rows or
     has received more service.
     """
-    state = draft.state
+    state = step.state
     offline = state.running[RequestClass.OFFLINE]
     rows = len(state.free_rows) + len(offline)
     units = state.pool.num_available_units + state.pool.num_deferred_units

@@ -176,7 +176,7 @@ class Allocation:
         )
 
 
-class StepDraft:
+class StepPlan:
     """The content of the step so far. Each addition is charged to the ledger and recorded on the request."""
 
     def __init__(self, state: SchedulerState, now: float) -> None:
@@ -242,8 +242,8 @@ class StepDraft:
             self.ledger.charge_cache_work(CacheWork(compact_tokens=compact * self.state.config.block_size))
         if request.spec.adapter:
             self.ledger.charge_adapter(request.spec.adapter, length)
-        if self.state.unwritten and request in self.state.unwritten:
-            del self.state.unwritten[request]
+        if self.state.not_in_runner and request in self.state.not_in_runner:
+            del self.state.not_in_runner[request]
             self._new_requests[request.row] = _whole(request)
         self.chunks.append(Chunk(request.row, start, length, sample))
         self.requests.append(request)
@@ -264,7 +264,7 @@ class StepDraft:
         """
         cache, step_id = self.state.cache, self.step_id
         special = [request for request, end in zip(requests, contexts, strict=True) if end >= request.plain_to]
-        if cache.num_compact or cache.keeps_states or self.state.unwritten or not all(r.plain_to for r in special):
+        if cache.num_compact or cache.keeps_states or self.state.not_in_runner or not all(r.plain_to for r in special):
             for request in requests:
                 self.add_chunk(request, 1)
             return

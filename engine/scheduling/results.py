@@ -17,7 +17,7 @@ from engine.scheduling.recovery import CANARY_ID, Ending, FaultRecovery
 from engine.scheduling.state import InFlight, SchedulerState
 from engine.scheduling.waiting import WaitingQueue
 
-TOLD_TOGETHER = 16
+EMITTED_TOGETHER = 16
 """Output tokens per group for an offline request whose client reads only the complete answer.
 
 Groups bound the tokens that must be computed again if this engine is lost.
@@ -52,14 +52,14 @@ class Results:
         request.move_to(RequestStatus.FINISHED)
         if self._state.speculation is not None:
             self._state.speculation.end(request, completed=reason in (FinishReason.STOP, FinishReason.LENGTH))
-        if request.aside:
+        if request.quarantined:
             self._recovery.forget(request)
         else:
             self._admission.note_end(request)
         del self._state.requests[request.request_id]
         request.times = request.times._replace(finished=now)
-        if request.withholds:
-            token_ids = request.tell()
+        if request.final_only:
+            token_ids = request.emit()
         return RequestOutput(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -113,9 +113,9 @@ class Results:
             else:
                 self._counters.count(chunk, spec)
             stops, size = spec.sampling.stop_token_ids, len(known)
-            if size < request.quiet_until and token not in stops:
+            if size < request.emit_after and token not in stops:
                 known.append(token)
-            elif request.withholds or size + 1 >= request.max_total_tokens or token in stops:
+            elif request.final_only or size + 1 >= request.max_total_tokens or token in stops:
                 outputs.append(self._append_token(request, token, None, now))
             else:
                 known.append(token)
@@ -268,7 +268,7 @@ class Results:
         if num_output >= sampling.max_tokens:
             return self.finish(request, FinishReason.LENGTH, now, (token,), logprobs)
         spec = request.spec
-        new = request.tell(TOLD_TOGETHER) if request.withholds else (token,)
+        new = request.emit(EMITTED_TOGETHER) if request.final_only else (token,)
         return _make_output(
             request_id=spec.request_id,
             token_ids=new,
@@ -350,7 +350,7 @@ class StepFailures:
     def clear_stall(self, now: float, attempt: int) -> list[RequestOutput]:
         """Restart an engine that runs no step although requests wait: rebuild the queues and preempt requests.
 
-        Attempt 1 preempts offline requests and requests set aside, attempt 2 online ones too. From attempt 3 on, the
+        Attempt 1 preempts offline requests and quarantined requests, attempt 2 online ones too. From attempt 3 on, the
         oldest waiting online request ends with a retryable error, because it may block the others.
         """
         state = self._state
@@ -358,7 +358,7 @@ class StepFailures:
         rebuild_queues(state)
         classes = (RequestClass.OFFLINE,) if attempt == 1 else RequestClass
         running = [request for request_class in classes for request in state.running[request_class]]
-        for request in [*running, *(r for r in state.aside if r.status is RequestStatus.RUNNING)]:
+        for request in [*running, *(r for r in state.quarantined if r.status is RequestStatus.RUNNING)]:
             state.preempt(request, "stall", now)
             state.cache.parked.forget(request)
         if attempt <= MAX_QUIET_RECOVERIES or not state.waiting_online:
@@ -398,17 +398,19 @@ def rebuild_queues(state: SchedulerState) -> None:
     """Rebuild queues and rows from all unfinished requests."""
     state.running = {request_class: [] for request_class in RequestClass}
     state.waiting_online, state.waiting_offline = WaitingQueue(), state.make_offline_queue()
-    state.aside = WaitingQueue()
+    state.quarantined = WaitingQueue()
     for request in sorted(state.requests.values(), key=lambda request: request.arrival_order):
         if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
             state.waiting_offline.adopt(request)
         if request.status is RequestStatus.RUNNING:
-            if request.aside:
-                state.aside.add(request)
+            if request.quarantined:
+                state.quarantined.add(request)
             else:
                 state.running[request.request_class].append(request)
         else:
             state.add_waiting(request)
-    state.cache.recount(chain(*state.running.values(), (r for r in state.aside if r.status is RequestStatus.RUNNING)))
-    held = {request.row for group in (*state.running.values(), state.aside) for request in group}
+    state.cache.recount(
+        chain(*state.running.values(), (r for r in state.quarantined if r.status is RequestStatus.RUNNING))
+    )
+    held = {request.row for group in (*state.running.values(), state.quarantined) for request in group}
     state.free_rows = [row for row in range(state.config.max_num_seqs - 1, -1, -1) if row not in held]

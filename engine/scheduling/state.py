@@ -1,6 +1,6 @@
 """The state that steps are built from: queues, rows, units, limits, steps in flight and counters.
 
-The core owns one instance per engine. A `StepDraft` holds the state of a single step (HyGen §4.1, Algorithm 1). This
+The core owns one instance per engine. A `StepPlan` holds the state of a single step (HyGen §4.1, Algorithm 1). This
 module uses no asyncio, clock or tensor.
 """
 
@@ -167,8 +167,8 @@ class SchedulerState:
         arrivals: Source of arrival numbers.
         offline_share: Factor on the offline budget beside online work, 0 to 1 (set by the circuit breaker).
         strict_share: As EASY_SHARE, beside requests with a tighter TBT limit than the default (set by the keeper).
-        aside: Requests hidden from ordinary steps, waiting or running, by arrival; see `engine.scheduling.recovery`.
-        unwritten: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
+        quarantined: Requests hidden from ordinary steps, waiting or running, by arrival; see `engine.scheduling.recovery`.
+        not_in_runner: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
         mean_prompt, mean_output: Moving averages of the tokens of online requests that ended.
         num_prompts, num_answers: Number of requests in these averages.
         speculation: Source of drafted tokens; None: no drafts.
@@ -201,8 +201,8 @@ class SchedulerState:
         self.online_share = OnlineShare(token_costs(model, config))
         self._offline_policy = offline_policy
         self.waiting_offline = self.make_offline_queue()
-        self.aside = WaitingQueue()
-        self.unwritten: dict[Request, None] = {}
+        self.quarantined = WaitingQueue()
+        self.not_in_runner: dict[Request, None] = {}
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.released_rows: list[int] = []
         self.num_contested = 0
@@ -276,13 +276,13 @@ class SchedulerState:
 
     def _queue_of(self, request: Request) -> WaitingQueue | OfflineQueue:
         """Return the queue of a waiting request."""
-        if request.aside:
-            return self.aside
+        if request.quarantined:
+            return self.quarantined
         return self.waiting_online if request.request_class is RequestClass.ONLINE else self.waiting_offline
 
     def start_running(self, request: Request) -> None:
-        """Move a waiting request to the running ones and give it a row. A request set aside stays aside."""
-        if not request.aside:
+        """Move a waiting request to the running ones and give it a row. A quarantined request stays so."""
+        if not request.quarantined:
             if request.request_class is RequestClass.ONLINE:
                 self.waiting_online.remove(request)
             else:
@@ -317,17 +317,17 @@ class SchedulerState:
         request.move_to(RequestStatus.PREEMPTED)
         self.add_waiting(request)
 
-    def set_aside(self, request: Request) -> None:
+    def quarantine(self, request: Request) -> None:
         """Hide a waiting request from ordinary steps."""
-        assert request.status is not RequestStatus.RUNNING and not request.aside
+        assert request.status is not RequestStatus.RUNNING and not request.quarantined
         self._queue_of(request).remove(request)
-        request.aside = True
+        request.quarantined = True
         self.add_waiting(request)
 
-    def bring_back(self, request: Request) -> None:
-        """Undo `set_aside`: return the waiting or running request to its queue, ordered by arrival."""
-        self.aside.remove(request)
-        request.aside = False
+    def end_quarantine(self, request: Request) -> None:
+        """Undo `quarantine`: return the waiting or running request to its queue, ordered by arrival."""
+        self.quarantined.remove(request)
+        request.quarantined = False
         if request.status is RequestStatus.RUNNING:
             insert_by_age(self.running[request.request_class], request)
         else:
@@ -335,13 +335,13 @@ class SchedulerState:
 
     def _leave_row(self, request: Request) -> None:
         """Free the row of a running request. Its units are deferred while a step in flight may use them."""
-        if request.aside:
-            self.aside.remove(request)
+        if request.quarantined:
+            self.quarantined.remove(request)
         else:
             remove_by_age(self.running[request.request_class], request)
         self.drop_guesses(request)
         self.cache.vacate(request)
-        self.unwritten.pop(request, None)
+        self.not_in_runner.pop(request, None)
         self.free_rows.append(request.row)
         self.released_rows.append(request.row)
         request.row = -1

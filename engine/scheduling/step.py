@@ -16,7 +16,7 @@ groups; otherwise that prompt goes first in every BEHIND_EVERY-th such step, so 
 continue running prompts by arrival and start waiting ones in their own order.
 
 Trials and the last resort know no policies, budgets, lanes or back-off. A trial holds suspects of a failed step, or the
-canary; they are aside, out of ordinary steps. Online suspects, and all suspects if no other request can run, take all
+canary; they are quarantined, out of ordinary steps. Online suspects, and all suspects if no other request can run, take all
 the memory that they need.
 
 The last resort applies if no step is in flight and no other step has content. Requests in the way of the oldest one,
@@ -39,7 +39,7 @@ from engine.scheduling.admission import let_in, order_tenants
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline import OfflineFill, OfflinePlan
 from engine.scheduling.output import ReplacedEntry
-from engine.scheduling.plan import StepDraft
+from engine.scheduling.plan import StepPlan
 from engine.scheduling.recovery import FaultRecovery
 from engine.scheduling.state import InFlight, SchedulerState
 from engine.scheduling.urgency import (
@@ -82,13 +82,13 @@ class PromptFill:
         time_limit: Seconds from the start of the step at which it must end for its decodes.
     """
 
-    def __init__(self, draft: StepDraft) -> None:
+    def __init__(self, step: StepPlan) -> None:
         self.any_running = self.has_added = False
         self.time_limit = math.inf
-        self._draft = draft
-        self._state = draft.state
-        self._ledger = draft.ledger
-        self._allocation = draft.allocation
+        self._step = step
+        self._state = step.state
+        self._ledger = step.ledger
+        self._allocation = step.allocation
         self._reserve = _Reserve()
 
     def add(self, starts: list[Start] | None, first: Sequence[Request] = ()) -> None:
@@ -104,9 +104,9 @@ class PromptFill:
         self._allocation.prompts = list(prompts)
         if math.isfinite(self.time_limit) and self._has_time():
             self.time_limit *= easy_share(self._state)
-        context = _queue_context(self._state, self._draft.now)
+        context = _queue_context(self._state, self._step.now)
         for request in first:
-            may_start = self._ledger.open and self._draft.may_start(request)
+            may_start = self._ledger.open and self._step.may_start(request)
             if not (may_start and self._admit(request, CacheKind.KV)):
                 if self._state.pool.num_deferred_units:
                     starts = []  # its memory is still deferred: no other request may take it
@@ -137,8 +137,8 @@ class PromptFill:
             first = ledger.model.cache_work(restored_tokens=1, beside=ledger.features) - per_token
             wanted = int(min(wanted, max(0.0, self.time_limit - ledger.seconds - first) / per_token))
         for request in state.running[RequestClass.ONLINE]:
-            if request.cache_map.num_compact and request.last_step == self._draft.step_id:
-                found = state.cache.restore(request, wanted, self._draft.step_id, reserve=state.growth_reserve)
+            if request.cache_map.num_compact and request.last_step == self._step.step_id:
+                found = state.cache.restore(request, wanted, self._step.step_id, reserve=state.growth_reserve)
                 self._allocation.replaced.extend(ReplacedEntry(request.row, index, entry) for index, entry in found)
                 restored = len(found) * state.config.block_size
                 ledger.charge_cache_work(CacheWork(-restored, restored))
@@ -147,7 +147,7 @@ class PromptFill:
     def _has_time(self) -> bool:
         """Return whether every prompt is on time even at the pace that leaves a share of the TBT limit unused."""
         pace = partial(prefill_pace, self._state, easy_share(self._state))
-        return prompt_slack(self._state, pace, self._draft.now) > 0.0
+        return prompt_slack(self._state, pace, self._step.now) > 0.0
 
     def _add_prompt(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
         """Continue or start a prompt. Return whether the next prompt in the order may be tried."""
@@ -171,7 +171,7 @@ class PromptFill:
         rank = {} if starts is None else {start.request: index for index, start in enumerate(starts)}
 
         def by_urgency(requests: list[Request], pace: PrefillPace | None) -> PromptOrder:
-            order = order_prompts(requests, state.objective, pace, self._draft.now, promised=bool(state.promised))
+            order = order_prompts(requests, state.objective, pace, self._step.now, promised=bool(state.promised))
             if starts is None:
                 return order
             return PromptOrder(order.urgent, sorted(order.behind, key=lambda request: rank.get(request, -1)))
@@ -181,7 +181,7 @@ class PromptFill:
             if isinstance(waiting, WaitingQueue)
             else sorted([*prompts, *waiting], key=by_age)
         )
-        pace = self._draft.pace
+        pace = self._step.pace
         if shared:
             return order_tenants(both, state.online_share, pace, by_urgency)
         return by_urgency(both, pace)
@@ -209,7 +209,7 @@ class PromptFill:
 
     def _continue(self, request: Request) -> None:
         if (
-            request.last_step == self._draft.step_id
+            request.last_step == self._step.step_id
             or request.row < 0
             or request.num_pending_tokens <= 1
             or not self._ledger.open
@@ -217,12 +217,12 @@ class PromptFill:
             return
         start = request.num_computed_tokens
         length = self._length(request, start, len(request.token_ids) - start)
-        if length and self._draft.advance(request, length):
+        if length and self._step.advance(request, length):
             self._added(request)
 
     def _start_waiting(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
         """Try to start a waiting request. Return whether the next one may be tried."""
-        may_start = self._draft.may_start(request)
+        may_start = self._step.may_start(request)
         if chosen is not None:
             start = chosen.get(request)  # None: a running prompt that was preempted in this step
             if start is not None and may_start and (start.savable or spares(self._state, request)):
@@ -231,7 +231,7 @@ class PromptFill:
         policy = self._state.online_policy
         if not may_start:
             return False
-        if self._state.objective.is_late(request, self._draft.now) and not spares(self._state, request):
+        if self._state.objective.is_late(request, self._step.now) and not spares(self._state, request):
             return True  # late requests leave room for those that can still meet the SLO
         if policy.admits(request, context) and self._admit(request, CacheKind.KV):
             return True
@@ -240,7 +240,7 @@ class PromptFill:
         return passes and bool(self._state.free_rows)
 
     def _admit(self, request: Request, kind: CacheKind) -> bool:
-        admitted = self._draft.admit(request, partial(self._length, request), kind)
+        admitted = self._step.admit(request, partial(self._length, request), kind)
         if admitted:
             self._added(request)
         return admitted
@@ -251,8 +251,8 @@ class PromptFill:
         If it is the last chunk, the prompts behind it must not make its token late.
         """
         self.has_added = True
-        if self._ledger.model is not None and self._draft.chunks[-1].sample:
-            slack = self._state.objective.first_due(request, 0.0) - self._draft.now
+        if self._ledger.model is not None and self._step.chunks[-1].sample:
+            slack = self._state.objective.first_due(request, 0.0) - self._step.now
             if slack >= self._ledger.seconds:
                 self.time_limit = min(self.time_limit, slack)
 
@@ -296,35 +296,35 @@ def _queue_context(state: SchedulerState, now: float) -> QueueContext:
 class StepBuilder:
     """Build one ordinary step."""
 
-    def __init__(self, draft: StepDraft) -> None:
-        self._draft = draft
-        self._state = draft.state
-        self._prompts = PromptFill(draft)
-        self._offline = OfflineFill(draft)
+    def __init__(self, step: StepPlan) -> None:
+        self._step = step
+        self._state = step.state
+        self._prompts = PromptFill(step)
+        self._offline = OfflineFill(step)
         self._tightest = math.inf
         self._decodes: list[Request] = []
 
     def build(self, plan: OfflinePlan | None) -> InFlight | None:
         """Return the step, or None if no request can run now. Without a plan the step is online-only."""
         self._state.cache.balance()
-        admitted = let_in(self._draft)
-        late = overdue(self._state, self._draft.pace, self._draft.now) if binds(self._state) else []
+        admitted = let_in(self._step)
+        late = overdue(self._state, self._step.pace, self._step.now) if binds(self._state) else []
         select = self._state.online_policy.select
-        starts = [] if late else None if select is None else select(self._state, self._draft.now)
+        starts = [] if late else None if select is None else select(self._state, self._step.now)
         num_decodes = self._add_online_decodes()
         self._prompts.add(starts, late if admitted is None else [admitted])
         if starts is None:
             self._prompts.restore_compact()
         if self._state.speculation is not None and not (self._prompts.has_added or self._state.waiting_online):
             limit = min(self._tightest, self._state.objective.budget.latency_budget)
-            self._state.speculation.add(self._draft, self._decodes, limit)
+            self._state.speculation.add(self._step, self._decodes, limit)
         if plan is not None:
             self._offline.add(plan, num_decodes, beside_prompt=self._prompts.has_added)
-        return self._draft.finish(self._spare())
+        return self._step.finish(self._spare())
 
     def _spare(self) -> float:
         """Return `SchedulerOutput.spare`; 0 while a prompt in the step or in the queue waits for its first token."""
-        state, ledger = self._state, self._draft.ledger
+        state, ledger = self._state, self._step.ledger
         if ledger.model is None or self._prompts.has_added or state.waiting_online:
             return 0.0
         objective = state.objective
@@ -337,26 +337,26 @@ class StepBuilder:
 
         Also set the time limit for prompts from the earliest token deadline that the decodes can still meet.
         """
-        draft, ledger, objective = self._draft, self._draft.ledger, self._state.objective
-        decodes, prompts = due(online_order(self._state, draft.now))
+        step, ledger, objective = self._step, self._step.ledger, self._state.objective
+        decodes, prompts = due(online_order(self._state, step.now))
         self._prompts.any_running = bool(prompts)
-        decodes, contexts = draft.allocation.grow_decodes(decodes)
+        decodes, contexts = step.allocation.grow_decodes(decodes)
         timed = ledger.model is not None and (not math.isinf(objective.tbt) or bool(self._state.promised))
-        slacks = [due_at - draft.now for due_at in self._state.token_deadlines(decodes, draft.now)] if timed else []
-        draft.add_decodes(decodes, contexts)
+        slacks = [due_at - step.now for due_at in self._state.token_deadlines(decodes, step.now)] if timed else []
+        step.add_decodes(decodes, contexts)
         self._decodes = decodes
         ledger.charge_decodes(contexts)
         for request in prompts:
             if request.row < 0 or not request.is_answering or not ledger.open:
                 continue
-            if draft.advance(request, min(request.num_pending_tokens, ledger.tokens_left)) and timed:
-                slacks += [due_at - draft.now for due_at in self._state.token_deadlines([request], draft.now)]
+            if step.advance(request, min(request.num_pending_tokens, ledger.tokens_left)) and timed:
+                slacks += [due_at - step.now for due_at in self._state.token_deadlines([request], step.now)]
         if slacks:
             self._tightest = min(slacks)
             # A decode that would be late even in a decode-only step cannot be saved by starving the prompts.
             if math.isfinite(limit := ledger.tightest(slacks)):
                 self._prompts.time_limit = min(limit, objective.tbt)
-        return len(draft.chunks)
+        return len(step.chunks)
 
 
 def build_next(state: SchedulerState, recovery: FaultRecovery, plan: OfflinePlan | None, now: float) -> InFlight | None:
@@ -364,16 +364,16 @@ def build_next(state: SchedulerState, recovery: FaultRecovery, plan: OfflinePlan
 
     A trial runs without other steps in flight, so that its failure cannot affect them.
     """
-    if any(request.aside for flight in state.in_flight for request in flight.requests):
+    if any(request.quarantined for flight in state.in_flight for request in flight.requests):
         return None
     turns = recovery.turns(now)
     for turn in turns:
         if turn.requests is None:
-            step = StepBuilder(StepDraft(state, now)).build(plan)
+            step = StepBuilder(StepPlan(state, now)).build(plan)
         elif state.in_flight:
             return None
         else:
-            trial = TrialBuilder(StepDraft(state, now))
+            trial = TrialBuilder(StepPlan(state, now))
             step = trial.build(turn.requests, turn.force)
             if step is None and trial.awaits_units:
                 recovery.waits(turn)
@@ -383,7 +383,7 @@ def build_next(state: SchedulerState, recovery: FaultRecovery, plan: OfflinePlan
             return step
     if not turns or state.in_flight:
         return None
-    return LastResortBuilder(StepDraft(state, now)).build(with_offline=plan is not None)
+    return LastResortBuilder(StepPlan(state, now)).build(with_offline=plan is not None)
 
 
 class TrialBuilder:
@@ -392,10 +392,10 @@ class TrialBuilder:
     `awaits_units`: nothing can run before the step in flight ends, and its freed units are reserved for the trial.
     """
 
-    def __init__(self, draft: StepDraft) -> None:
+    def __init__(self, step: StepPlan) -> None:
         self.awaits_units = False
-        self._draft = draft
-        self._state = draft.state
+        self._step = step
+        self._state = step.state
 
     def build(self, requests: Sequence[Request], force: bool) -> InFlight | None:
         """Return a step with as much of `requests` as fits, or None if no request can run now.
@@ -409,36 +409,36 @@ class TrialBuilder:
             if victim is None or self.awaits_units:
                 break
             running = [request for request in running if request is not victim]
-            self._state.preempt(victim, "step_failure", self._draft.now)
+            self._state.preempt(victim, "step_failure", self._step.now)
         for request in requests:
-            if request.status is not RequestStatus.RUNNING and self._draft.may_start(request):
+            if request.status is not RequestStatus.RUNNING and self._step.may_start(request):
                 self._admit(request, force)
-        return self._draft.finish()
+        return self._step.finish()
 
     def _continue(self, requests: Sequence[Request]) -> bool:
         """Return whether any of the running `requests` advances or has its next token in flight."""
-        moves, ledger = False, self._draft.ledger
+        moves, ledger = False, self._step.ledger
         for request in requests:
             if not ledger.open:
                 break
             wanted = request.num_pending_tokens
-            moves = not wanted or self._draft.advance(request, min(wanted, ledger.tokens_left)) or moves
+            moves = not wanted or self._step.advance(request, min(wanted, ledger.tokens_left)) or moves
         return moves
 
     def _admit(self, request: Request, force: bool) -> None:
-        if not self._draft.ledger.open or self._start(request) or self._draft.chunks:
+        if not self._step.ledger.open or self._start(request) or self._step.chunks:
             return
         for victim in self._victims(request, force):
             if self._is_coming(request):
                 self.awaits_units = True
                 return
-            self._state.preempt(victim, "step_failure", self._draft.now)
+            self._state.preempt(victim, "step_failure", self._step.now)
             if self._start(request):
                 return
         self.awaits_units = self.awaits_units or self._is_coming(request)
 
     def _start(self, request: Request) -> bool:
-        return self._draft.admit(request, lambda _, wanted: min(wanted, self._draft.ledger.tokens_left), CacheKind.KV)
+        return self._step.admit(request, lambda _, wanted: min(wanted, self._step.ledger.tokens_left), CacheKind.KV)
 
     def _victims(self, request: Request, force: bool) -> list[Request]:
         offline = request.request_class is RequestClass.OFFLINE
@@ -454,9 +454,9 @@ class TrialBuilder:
 class LastResortBuilder:
     """Build a step with one request's next token, or with a floor chunk of its prompt."""
 
-    def __init__(self, draft: StepDraft) -> None:
-        self._draft = draft
-        self._state = draft.state
+    def __init__(self, step: StepPlan) -> None:
+        self._step = step
+        self._state = step.state
 
     def build(self, with_offline: bool) -> InFlight | None:
         """Return the step, or None if no request can run. `with_offline`: offline requests may be chosen."""
@@ -470,8 +470,8 @@ class LastResortBuilder:
                 self._state.cache.parked.forget_all()
                 self._run(request)
                 break
-            self._state.preempt(victim, "stall", self._draft.now)
-        return self._draft.finish()
+            self._state.preempt(victim, "stall", self._step.now)
+        return self._step.finish()
 
     def _next(self, with_offline: bool) -> Request | None:
         state = self._state
@@ -486,21 +486,21 @@ class LastResortBuilder:
     def _run(self, request: Request) -> bool:
         """Add the request if the free units suffice. Return whether it is in the step."""
         if request.status is not RequestStatus.RUNNING:
-            return self._draft.admit(request, self._length)
+            return self._step.admit(request, self._length)
         start = request.num_computed_tokens
-        length = self._draft.allocation.grow_alone(request, self._length(start, request.num_pending_tokens))
+        length = self._step.allocation.grow_alone(request, self._length(start, request.num_pending_tokens))
         if length:
-            self._draft.charge_and_add(request, length)
+            self._step.charge_and_add(request, length)
         return length > 0
 
     def _length(self, _start: int, wanted: int) -> int:
-        return min(wanted, self._draft.ledger.tokens_left, self._state.config.min_prefill_chunk)
+        return min(wanted, self._step.ledger.tokens_left, self._state.config.min_prefill_chunk)
 
 
 def _others(state: SchedulerState, request: Request) -> list[Request]:
-    """Return the other running requests: offline before online, newest first, requests set aside at the end."""
-    aside = [other for other in state.aside if other.status is RequestStatus.RUNNING]
-    groups = (state.running[RequestClass.OFFLINE], state.running[RequestClass.ONLINE], aside)
+    """Return the other running requests: offline before online, newest first, quarantined ones at the end."""
+    quarantined = [other for other in state.quarantined if other.status is RequestStatus.RUNNING]
+    groups = (state.running[RequestClass.OFFLINE], state.running[RequestClass.ONLINE], quarantined)
     return [other for group in groups for other in reversed(group) if other is not request]
 
 
