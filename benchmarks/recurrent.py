@@ -1,8 +1,8 @@
 """What a state of fixed size costs beside keys and values, computed: how many requests run at once where the rows'
 states are set aside at the start, and where they would share one pool with K and V, as items of fixed cost in the
-knapsack; and what part of the prompts of chats is computed with checkpoints of the state.
+knapsack; and what part of the prompts of chats is computed with snapshots of the state.
 
-`--live` measures instead how much sooner the second turn of a chat starts with checkpoints: two servers of an LFM2 of
+`--live` measures instead how much sooner the second turn of a chat starts with snapshots: two servers of an LFM2 of
 random weights, with and without prefix caching, asked in alternation.
 
 Otherwise nothing is measured: the core schedules for a runner that answers at once, with any token. Sizes are those of
@@ -29,8 +29,8 @@ from benchmarks.frame import Table
 from benchmarks.machine import describe
 from engine.api import EngineRequest, SamplingParams
 from engine.core import EngineCore
-from engine.execution.memory import CHECKPOINT_PART, useful_slots
-from engine.limits import CHECKPOINT_TOKENS, UNITS_PER_BLOCK, Limits, SchedulerConfig
+from engine.execution.memory import SNAPSHOT_PART, useful_slots
+from engine.limits import SNAPSHOT_TOKENS, UNITS_PER_BLOCK, Limits, SchedulerConfig
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.report import report_stats
 from engine.scheduling.selection import Columns, choose
@@ -70,12 +70,12 @@ class Hybrid:
     most_rows: int
 
     def split(self) -> tuple[int, int, int]:
-        """(rows, slots of checkpoints, tokens of K and V) as a start divides the room."""
+        """(rows, slots of snapshots, tokens of K and V) as a start divides the room."""
         rows = max(1, min(self.most_rows, self.room // 2 // self.state))
         left = self.room - rows * self.state
         blocks = left // (self.token * BLOCK)
         wanted = useful_slots(Limits(rows, 2048, 2**17, UNITS_PER_BLOCK * blocks, BLOCK), blocks)
-        slots = min(wanted, left // CHECKPOINT_PART // self.state)
+        slots = min(wanted, left // SNAPSHOT_PART // self.state)
         return rows, slots, (left - slots * self.state) // self.token
 
 
@@ -109,7 +109,7 @@ def computed_share(state_slots: int, every: int, *, prefixes: bool = True) -> fl
     """The part of all prompts of the chats that is computed: a turn sends all before it, behind one of four texts."""
     config = SchedulerConfig(
         num_units=UNITS_PER_BLOCK * 32768, max_model_len=8192, block_size=BLOCK, max_num_seqs=RUNNING,
-        max_num_batched_tokens=2048, state_slots=state_slots, checkpoint_tokens=every, enable_prefix_caching=prefixes,
+        max_num_batched_tokens=2048, state_slots=state_slots, snapshot_tokens=every, enable_prefix_caching=prefixes,
     )  # fmt: skip
     core, chance, numbers = EngineCore(config), random.Random(1), count()
     texts = [[chance.randrange(50_000) for _ in range(length)] for length in SYSTEMS]
@@ -148,7 +148,7 @@ async def second_turns(url: str, history: int, chats: int, seed: int) -> list[fl
 
 
 def measure_live(history: int, chats: int, rounds: int) -> None:
-    """Print the median time to the first token of second turns, without and with checkpoints."""
+    """Print the median time to the first token of second turns, without and with snapshots."""
     flags = (
         "--dtype=float32",
         f"--max-model-len={history + 256}",
@@ -166,7 +166,7 @@ def measure_live(history: int, chats: int, rounds: int) -> None:
             for arm, url in urls.items():
                 found[arm] += asyncio.run(second_turns(url, history, chats, seed))
     without, beside = (median(seconds) * 1e3 for seconds in found.values())
-    print(f"second turn behind {history} tokens, {describe()}: TTFT P50 {without:.0f} ms without checkpoints, ", end="")
+    print(f"second turn behind {history} tokens, {describe()}: TTFT P50 {without:.0f} ms without snapshots, ", end="")
     print(f"{beside:.0f} ms with them: {without / beside:.1f} x sooner ({chats * rounds} chats an arm)")
 
 
@@ -194,7 +194,7 @@ def main(argv: Sequence[str]) -> None:
     print(f"\nOf the prompts of {CHATS} chats with {TURNS} turns behind {len(SYSTEMS)} texts is computed:")
     print(f"  without prefixes {computed_share(0, 1, prefixes=False):.1%}, K and V alone {computed_share(0, 1):.1%}")
     for slots in (8, 32, 128, 512):
-        shares = {every: computed_share(slots, every) for every in (128, CHECKPOINT_TOKENS, 2048)}
+        shares = {every: computed_share(slots, every) for every in (128, SNAPSHOT_TOKENS, 2048)}
         print(f"  {slots} slots: " + ", ".join(f"{share:.1%} (every {every})" for every, share in shares.items()))
 
 

@@ -209,7 +209,7 @@ class StepPlan:
         if not self.chunks:
             return None
         operations = self.state.cache.tiers.take_operations()
-        parked_states = self.state.cache.checkpoints.take_parked()
+        parked_states = self.state.cache.snapshots.take_parked()
         slots = self.state.config.state_slots
         brought = sum(new.state >= slots for new in self._new_requests.values()) if slots else 0
         moved = self.state.cache.tiers.moved_bytes(operations)
@@ -250,7 +250,7 @@ class StepPlan:
         request.num_computed_tokens = end
         request.last_step = self.step_id
         if self.state.cache.keeps_states:
-            saved = self.state.cache.checkpoints.save(request, start, self.step_id)
+            saved = self.state.cache.snapshots.save(request, start, self.step_id)
             self._saved_states += [SavedState(request.row, *each) for each in saved]
         if sample:
             request.num_placeholders += 1
@@ -376,6 +376,6 @@ def _whole(request: Request) -> NewRequest:
         entries=tuple(block.entry for block in request.cache_map.blocks),
         pooling=request.spec.pooling,
         adapter=request.spec.adapter,
-        state=request.cache_map.checkpoint,
+        state=request.cache_map.snapshot,
         is_long=request.is_long,
     )

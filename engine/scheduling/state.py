@@ -167,7 +167,7 @@ class SchedulerState:
         arrivals: Source of arrival numbers.
         offline_share: Factor on the offline budget beside online work, 0 to 1 (set by the circuit breaker).
         strict_share: As EASY_SHARE, beside requests with a tighter TBT limit than the default (set by the keeper).
-        quarantined: Requests hidden from ordinary steps, waiting or running, by arrival; see `engine.scheduling.recovery`.
+        quarantined: Requests hidden from ordinary steps, waiting or running, by arrival (`engine.scheduling.recovery`).
         not_in_runner: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
         mean_prompt, mean_output: Moving averages of the tokens of online requests that ended.
         num_prompts, num_answers: Number of requests in these averages.

@@ -16,8 +16,8 @@ groups; otherwise that prompt goes first in every BEHIND_EVERY-th such step, so 
 continue running prompts by arrival and start waiting ones in their own order.
 
 Trials and the last resort know no policies, budgets, lanes or back-off. A trial holds suspects of a failed step, or the
-canary; they are quarantined, out of ordinary steps. Online suspects, and all suspects if no other request can run, take all
-the memory that they need.
+canary; they are quarantined, out of ordinary steps. Online suspects, and all suspects if no other request can run, take
+all the memory that they need.
 
 The last resort applies if no step is in flight and no other step has content. Requests in the way of the oldest one,
 online before offline, are preempted one by one, and at last all parked blocks are dropped. An accepted request never
