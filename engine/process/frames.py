@@ -4,7 +4,6 @@ The module does no I/O: it converts bytes to messages and back. It uses no pickl
 defined here, and a frame that does not decode is an error. `docs/develop/process.md` shows the order of the messages.
 """
 
-import struct
 from typing import Generic, TypeVar
 
 import msgspec
@@ -23,10 +22,10 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
 from engine.machine.facts import Place
+from engine.machine.link import HEADER, framed
 from engine.process.causes import START
 from engine.process.orders import Order, Past
 
-HEADER = struct.Struct(">I")
 MAX_FRAME = 1 << 28
 """Maximum bytes of a frame; far above the longest prompts that fit into one HTTP body."""
 
@@ -201,7 +200,7 @@ def encode(message: Message) -> bytes:
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME:
         raise FrameError(f"a message of {len(payload)} bytes")
-    return HEADER.pack(len(payload)) + payload
+    return framed(payload)
 
 
 class FrameReader(Generic[MessageT]):
