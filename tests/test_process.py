@@ -30,6 +30,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.forms import Grammar
 from engine.loop.watchdog import StepLimits
+from engine.machine.link import framed
 from engine.process import frames, launcher, life
 from engine.process.client import EngineProcess
 from engine.process.judge import RestartPolicy
@@ -540,7 +541,7 @@ def test_frames_come_out_as_they_went_in_however_they_are_cut() -> None:
         reader = frames.engine_reader()
         found = [m for start in range(0, len(data), size) for m in reader.feed(data[start : start + size])]
         assert found == messages
-    for nonsense in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1", frames.encode(frames.Started())):
+    for nonsense in (b"\xff" * 8, framed(b"\xc1"), frames.encode(frames.Started())):
         with pytest.raises(frames.FrameError):
             frames.engine_reader().feed(nonsense)
 
