@@ -394,7 +394,7 @@ class Engine:
         """End the engine and run no further step.
 
         Args:
-            cause: A name in `engine.process.causes`.
+            cause: A name in `engine.process.suspects`.
             why: The reason, for the log and for clients.
             error: The error of the requests that are still open after `on_death`.
         """

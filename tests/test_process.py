@@ -33,9 +33,8 @@ from engine.loop.watchdog import StepLimits
 from engine.machine.link import framed
 from engine.process import frames, launcher, life
 from engine.process.client import EngineProcess
-from engine.process.judge import RestartPolicy
-from engine.process.launcher import ProcessOptions
-from engine.process.supervisor import Child
+from engine.process.launcher import Child, ProcessOptions
+from engine.process.requests import RestartPolicy
 
 CHILD = Path(__file__).parent / "scripted_child.py"
 CONFIG = EngineConfig(slo="ttft_p99=20s", max_queue_time="none")

@@ -34,10 +34,10 @@ from engine.machine.output import say
 from engine.machine.processes import serve_socket, settle
 from engine.panics import as_error
 from engine.process import frames
-from engine.process.causes import START, SYSTEM, is_of_system, start_error
+from engine.process.frames import Past
 from engine.process.link import Connection
-from engine.process.orders import Past
 from engine.process.stage import PipelineStage
+from engine.process.suspects import START, SYSTEM, is_of_system, start_error
 
 log = logging.getLogger("tidemill.engine")
 

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.api import ColocationStats, EngineState, EngineStats, EngineView, Lane, PipelineStats, RequestClass
-from engine.process.causes import CAUSES
+from engine.process.suspects import CAUSES
 from predictor.slo import SLO
 
 PREEMPTION_CAUSES = ("late", "memory", "online", "stall", "step_failure", "tenant")
