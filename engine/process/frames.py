@@ -3,10 +3,9 @@
 The module does no I/O: it converts bytes to messages and back. It uses no pickle: a frame can only hold the types
 defined here, and a frame that does not decode is an error. `docs/develop/process.md` shows the order of the messages.
 
-The orders by which two engine processes form a pipeline and dissolve it (KunServe §4).
-
-An order is sent when the previous one is done on either engine; only `Reset` may come at any time. Layers are a range
-(first, end). A request's "past" is its K and V. See docs/develop/process.md.
+By orders (`Order`), two engine processes form a pipeline and dissolve it (KunServe §4). An order is sent when the
+previous one is done on either engine; only `Reset` may come at any time. Layers are a range (first, end). A request's
+"past" is its K and V. See docs/develop/process.md.
 """
 
 from typing import Generic, NamedTuple, TypeVar
