@@ -12,11 +12,10 @@ from benchmarks.machine import describe
 from engine.api import EngineRequest, SamplingParams
 from engine.core import EngineCore
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
-from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.policies import find_policy
-from engine.scheduling.selection import apt_values
+from engine.scheduling.selection import Columns, apt_values, choose
 from engine.scheduling.speculation import Speculation
 from engine.speculation.drafts import Drafts
 from predictor.features import BatchFeatures

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
-from engine.scheduling.ledger import token_costs
+from engine.scheduling.objective import token_costs
 from engine.scheduling.report import report_stats
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.feed import RUN_LINES, LineSizes, Runs, by_deadline

@@ -14,10 +14,10 @@ from engine.api import EngineRequest, RequestClass
 from engine.errors import QueueFullError
 from engine.limits import SchedulerConfig
 from engine.request import RequestStatus
-from engine.scheduling.laxity import FLOOR_SHARE, floor_chunk
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.offline import whole
 from engine.scheduling.output import SchedulerOutput
-from engine.scheduling.planner import whole
+from engine.scheduling.urgency import FLOOR_SHARE, floor_chunk
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel

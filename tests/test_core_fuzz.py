@@ -60,7 +60,7 @@ tiers = st.sampled_from(
 )
 NO_STATES = (0, 0, 0)
 states = st.sampled_from([NO_STATES, NO_STATES, (1, 0, 0), (3, 0, 0), (8, 0, 0), (40, 0, 0), (3, 4, 40), (5, 20, 120)])
-"""Slots of checkpoints of recurrent layers, and of those on the host beside so many units."""
+"""Slots of snapshots of recurrent layers, and of those on the host beside so many units."""
 States = tuple[int, int, int]
 Tiers = tuple[int, int, str, bool]
 ALONE: Tiers = (0, 0, "fcfs", False)
@@ -98,7 +98,7 @@ def make_fuzz_driver(
         state_slots=state_slots,
         host_state_slots=host_state_slots,
         state_bytes=3,
-        checkpoint_tokens=2 * BLOCK,
+        snapshot_tokens=2 * BLOCK,
     )
     runner = FakeRunner(
         block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units,
@@ -209,7 +209,7 @@ class CoreMachine(CoreRules):
             return
         newest = self.driver.in_flight[-1]
         scheduler = self.driver.core.state
-        if scheduler.aside:
+        if scheduler.quarantined:
             return  # suspects of a failed step, or the canary, have steps of their own
         for request in scheduler.running[RequestClass.ONLINE]:
             due = request.num_expected_tokens - request.num_computed_tokens == 1

@@ -20,8 +20,8 @@ from engine.execution.cuda import swap
 from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.forward import Graphs
 from engine.execution.cuda.swap import Swapper
-from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
+from engine.execution.stream import DeviceStream, Mark
 from engine.models.spec import hidden_state_refusal
 from engine.scheduling.output import Chunk, ReplacedEntry, SchedulerOutput
 from engine.triton_kernels import twins

@@ -20,8 +20,8 @@ from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, 
 from engine.fleet.client import FleetClient
 from engine.loop.watchdog import StepLimits
 from engine.process.client import EngineProcess
-from engine.process.judge import RestartPolicy
 from engine.process.launcher import SILENCE, ProcessOptions
+from engine.process.requests import RestartPolicy
 from engine.process.suspects import LONE_DEATHS, SUSPECT_AFTER
 from gateway.commands.engines import RESTART, restart
 from gateway.store.folder import open_state

@@ -25,8 +25,8 @@ from engine.process import frames, stage
 from engine.process.link import Calls, Regrouping
 from engine.process.requests import OpenRequest
 from engine.scheduling.moving import MovedRequest, Moves
+from engine.scheduling.offline import whole
 from engine.scheduling.output import SchedulerOutput
-from engine.scheduling.planner import whole
 from engine.scheduling.report import report_load
 from engine.stream import RequestStream
 

@@ -19,7 +19,7 @@ from engine.fleet.client import FleetClient
 from engine.fleet.overload import Overload
 from engine.fleet.pipelines import Pair
 from engine.fleet.routing import Member
-from engine.process.orders import Exchange, Order, Past, WritePasts
+from engine.process.frames import Exchange, Order, Past, WritePasts
 
 SMALL = replace(CONFIG, num_gpu_blocks_override=100)
 MERGE = ("Hold", "Meet", "Stall", "Exchange", "Reform", "Attach", "WritePasts", "Go")

@@ -356,7 +356,7 @@ def test_replays_run_the_policies_of_the_server() -> None:
             ReplayedServer(MODEL, SLO.parse("ttft_mean=1s"), tight, online_policy=policy),
             BudgetParams("hygen", 0.0),
         )["ttft_mean"]
-        for policy in ("fcfs", "no-preempt", "srpt-oracle")
+        for policy in ("fcfs", "larry", "apt")
     }
     assert len(set(means.values())) == 3
     with pytest.raises(ConfigError, match="unknown online policy"):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduling import knapsack
-from engine.scheduling.knapsack import Columns, Selection
+from engine.scheduling import selection
+from engine.scheduling.selection import Columns, Selection
 
 ROUNDING = 1e-9
 
@@ -35,7 +35,7 @@ def choose(candidates: Sequence[Candidate], capacity: int, *, live: int = 0, rho
     columns = Columns(
         np.array(values, np.float64), np.array(kv, np.int64), np.array([units or 0 for units in compact], np.int64)
     )
-    return knapsack.choose(columns, capacity, live=live, rho=rho)
+    return selection.choose(columns, capacity, live=live, rho=rho)
 
 
 def optimum(candidates: Sequence[Sequence[Option]], capacity: int) -> float:

@@ -17,11 +17,9 @@ from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, Sampling
 from engine.errors import QueueFullError
 from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
-from engine.scheduling.fair_share import FairShare
-from engine.scheduling.job_queue import OFFLINE_POLICIES
-from engine.scheduling.ledger import token_costs
-from engine.scheduling.offline_queue import LANE_FLOOR, OfflineQueue
-from engine.scheduling.planner import whole
+from engine.scheduling.objective import token_costs
+from engine.scheduling.offline import whole
+from engine.scheduling.queues import LANE_FLOOR, OFFLINE_POLICIES, FairShare, OfflineQueue
 from predictor.model import LatencyModel
 
 BLOCK = 4

@@ -13,12 +13,12 @@ from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import RequestStatus
-from engine.scheduling.draft import StepDraft
-from engine.scheduling.next_step import LastResortBuilder
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.offline import OfflinePlan, PlannedChunk, whole
 from engine.scheduling.output import Collect, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
+from engine.scheduling.plan import StepPlan
 from engine.scheduling.policies import find_policy
+from engine.scheduling.step import LastResortBuilder
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -217,7 +217,7 @@ def test_whoever_is_in_the_way_of_the_last_resort_loses_its_place(host_units: in
     while old.num_computed_tokens < 40:
         assert driver.step()
     assert not scheduler.pool.num_available_units
-    step = LastResortBuilder(StepDraft(scheduler, driver.now)).build(with_offline=False)
+    step = LastResortBuilder(StepPlan(scheduler, driver.now)).build(with_offline=False)
     assert step is not None and step.requests == [old] and step.output.chunks[0].length == 1
     assert scheduler.running[RequestClass.ONLINE] == [old]
     assert driver.stats().preemptions["stall"] == 1

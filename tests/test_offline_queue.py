@@ -14,8 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.api import EngineRequest, RequestTimes
 from engine.cache.blocks import extend_hashes
 from engine.request import Request, RequestStatus
-from engine.scheduling.job_queue import PrefixTree
-from engine.scheduling.offline_queue import OfflineQueue
+from engine.scheduling.queues import OfflineQueue, PrefixTree
 
 BLOCK = 2
 

@@ -8,16 +8,15 @@ import pytest
 from test_laxity import MODEL, OBJECTIVE
 
 import engine.scheduling.admission
-import engine.scheduling.prompts
-import engine.scheduling.tenants
+import engine.scheduling.step
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.errors import QueueFullError
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import Request
-from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
+from loadgen.simulation.policies import find_policy
 
 AMPLE, SHORT = 2 * 8000, 2 * 300
 CONFIG = SchedulerConfig(AMPLE, 4096, max_num_waiting=2000, max_queue_time=UNLIMITED_QUEUE)
@@ -145,9 +144,9 @@ def test_with_one_tenant_nothing_asks_for_its_share(monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:
         raise AssertionError("tenants are compared although there is only one")
 
-    for module in (engine.scheduling.prompts, engine.scheduling.admission):
+    for module in (engine.scheduling.step, engine.scheduling.admission):
         monkeypatch.setattr(module, "order_tenants", refuse)
-    monkeypatch.setattr(engine.scheduling.tenants, "by_tenant", refuse)
+    monkeypatch.setattr(engine.scheduling.admission, "by_tenant", refuse)
     records = replay(make_core(num_units=SHORT, max_queue_time="10x"), heavy(200))
     assert any(record.ended is not None for record in records.values())
 

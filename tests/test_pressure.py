@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.request import Request, RequestStatus
-from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.selection import (
     GRAIN,
+    Columns,
     Pressure,
     _in_reach,
     _savable,
     _transposed,
+    choose,
     goodput_values,
     pending_time,
     seconds_to_token,

@@ -47,8 +47,8 @@ from engine.models.checkpoint import load_weights
 from engine.models.sharding import Shard
 from engine.models.spec import load_spec
 from engine.process.client import EngineProcess
-from engine.process.judge import RestartPolicy
 from engine.process.launcher import ProcessOptions
+from engine.process.requests import RestartPolicy
 from engine.scheduling.output import SchedulerOutput
 
 CPU = torch.device("cpu")

@@ -27,11 +27,10 @@ from engine.core import EngineCore
 from engine.execution.lookahead import BatchPiece, cost, quickest
 from engine.limits import Limits, SchedulerConfig
 from engine.profiling.sweep import StepShape, run_sweep
-from engine.scheduling.laxity import PrefillPace
-from engine.scheduling.ledger import token_costs
-from engine.scheduling.objective import StepObjective
+from engine.scheduling.objective import StepObjective, token_costs
 from engine.scheduling.output import Chunk, SchedulerOutput
 from engine.scheduling.selection import seconds_to_token
+from engine.scheduling.urgency import PrefillPace
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from loadgen.simulation.device import profiled_device
 from loadgen.simulation.gpu import DEVICES, MODELS, SimulatedDevice, SimulatedRunner, fit_device

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine import flight
 from engine.api import SamplingParams
 from engine.flight import FlightRecorder
-from engine.process.judge import RestartPolicy
+from engine.process.requests import RestartPolicy
 from engine.process.suspects import HEAD_START, LONE_DEATHS, SUSPECT_AFTER, DeathVerdict, Suspects, at_least
 from engine.scheduling.output import Chunk, ModelRunnerOutput, NewRequest, SchedulerOutput
 

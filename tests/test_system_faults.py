@@ -18,9 +18,9 @@ from engine.api import EngineState
 from engine.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from engine.machine import processes as machine
 from engine.process import child, frames
-from engine.process.causes import CAUSES, Origin, Outage, is_of_system, origin_of, start_error
-from engine.process.judge import RestartPolicy
-from engine.process.supervisor import Child
+from engine.process.launcher import Child
+from engine.process.requests import RestartPolicy
+from engine.process.suspects import CAUSES, Origin, Outage, is_of_system, origin_of, start_error
 
 __all__ = ["undisturbed"]
 OF_A_DEAD_PROCESS = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESRCH, errno.ECHILD}
@@ -159,7 +159,7 @@ import os, sys, threading, time
 from pathlib import Path
 from engine.config import EngineConfig
 from engine.process import frames
-from engine.process.supervisor import Child
+from engine.process.launcher import Child
 
 kept = []  # an engine whose socket closes ends by itself
 

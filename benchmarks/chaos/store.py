@@ -340,5 +340,3 @@ def _share_profile(source: Path, target: Path) -> None:
     """Let a server start without a measurement of its own."""
     for path in source.glob("*.json"):
         shutil.copy(path, target)
-    if (source / "canaries").is_dir():
-        shutil.copytree(source / "canaries", target / "canaries")

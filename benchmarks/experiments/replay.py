@@ -14,8 +14,8 @@ from engine.api import EngineRequest, RequestClass, RequestOutput
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
-from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival, Keeper, VirtualDriver, VirtualRun
+from loadgen.simulation.policies import find_policy
 from loadgen.simulation.run import Metrics, Row, measure, request_of
 from loadgen.stats import stream
 from predictor.budget import BudgetParams

@@ -63,7 +63,7 @@ class LastStep:
 
     def repeat(self) -> None:
         assert self._inputs is not None, "no step has run"
-        with torch.inference_mode(), self._device.lane.use():
+        with torch.inference_mode(), self._device.stream.use():
             self._run(self._inputs)
 
 

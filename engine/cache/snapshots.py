@@ -1,15 +1,15 @@
-"""Checkpoints: copies of a request's recurrent state, each at the end of a block and in one slot.
+"""Snapshots: copies of a request's recurrent state, each at the end of a block and in one slot.
 
 In a hybrid model, cached K and V are useless without the recurrent state at the same position, so a request can start
-only behind a block that has both. A prompt gets lasting checkpoints at these positions:
+only behind a block that has both. A prompt gets lasting snapshots at these positions:
 
-- multiples of `checkpoint_tokens`, doubled until they use at most a quarter of the slots;
+- multiples of `snapshot_tokens`, doubled until they use at most a quarter of the slots;
 - its last full block, where the next turn continues if the chat template drops the model's thoughts;
 - its branch point from an earlier prompt: blocks were cached there, but no state (as in Marconi, MLSys 2025).
 
 While a request generates, one more state moves along with the end of its last block (`_passing`); these use at most
 half of the slots. A state is published once its step is confirmed. When a slot is reused, the state of an online
-request moves to a host slot if the copies take less time than computing the tokens between two checkpoints.
+request moves to a host slot if the copies take less time than computing the tokens between two snapshots.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,7 +24,7 @@ from engine.request import Request
 from predictor.features import LatencyPredictor
 
 PROMPT_SHARE = 4
-"""Multiples of `checkpoint_tokens` use at most 1/PROMPT_SHARE of the slots per request."""
+"""Multiples of `snapshot_tokens` use at most 1/PROMPT_SHARE of the slots per request."""
 
 
 class _Saving(NamedTuple):
@@ -35,12 +35,12 @@ class _Saving(NamedTuple):
     block: CacheBlock
 
 
-class Checkpoints:
+class Snapshots:
     """The recurrent states of one engine.
 
     Attributes:
         pool: Device slots, one per state.
-        host: Host slots; in `CacheMap.checkpoint` they are numbered after the device's.
+        host: Host slots; in `CacheMap.snapshot` they are numbered after the device's.
         _followers: Running requests that may keep a passing state.
         _copies: Copies on their way to the host, with the hashes to publish them under.
     """
@@ -53,7 +53,7 @@ class Checkpoints:
         self._parked: list[tuple[int, int]] = []
         self._copies: dict[CacheBlock, bytes] = {}
         self._block_size = config.block_size
-        self._interval = -(-config.checkpoint_tokens // config.block_size) * config.block_size
+        self._interval = -(-config.snapshot_tokens // config.block_size) * config.block_size
         self._saving: dict[Request, list[_Saving]] = {}
         self._followers: set[Request] = set()
         self._passing: dict[Request, CacheBlock] = {}
@@ -71,12 +71,12 @@ class Checkpoints:
         """Start a request in step `step_id` behind `num_blocks` blocks, of `num_published` cached ones."""
         cache_map = request.cache_map
         cache_map.branch = num_published * self._block_size if num_published > num_blocks else 0
-        cache_map.checkpoint = -1
+        cache_map.snapshot = -1
         if num_blocks:
             block = self._find(cache_map.hashes[num_blocks - 1])
             assert block is not None, "a request starts without the state behind its prefix"
             self._touch(block, request.request_class is RequestClass.ONLINE, step_id)
-            cache_map.checkpoint = block.entry.units[0] + (0 if block.on_device else self.pool.num_units)
+            cache_map.snapshot = block.entry.units[0] + (0 if block.on_device else self.pool.num_units)
 
     def save(self, request: Request, start: int, step_id: int) -> list[tuple[int, int]]:
         """Return the states, as (number of tokens, slot), that step `step_id` must copy.
@@ -119,7 +119,7 @@ class Checkpoints:
             self.pool.release(saving.block, saving.block.last_step)
         self._passing.pop(request, None)
         self._followers.discard(request)
-        request.cache_map.checkpoint, request.cache_map.branch = -1, 0
+        request.cache_map.snapshot, request.cache_map.branch = -1, 0
 
     def withdraw(self, hashes: Sequence[bytes]) -> None:
         """Withdraw the states stored under `hashes`, because their content is in doubt."""

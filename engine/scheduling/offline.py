@@ -1,25 +1,26 @@
-"""Plans the offline fill of the next step while the current one runs (HyGen §4.3).
+"""Plans the offline work of the next step while the current one runs (HyGen §4.3), and adds it to the step.
 
 A plan is an ordered list of candidates, cut where the expected leftover of the step ends. It assumes the state after
-the step in flight (tokens in flight count as known) and changes nothing. It is only a proposal: the step checks every
-item again against the actual leftover. The search yields regularly so that a caller can slice it.
+the step in flight (tokens in flight count as known) and changes nothing. It is only a proposal: `OfflineFill` checks
+every item again against the leftover behind the online work of the step. The search yields regularly so that a caller
+can slice it.
 """
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice, repeat, takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
 from engine.api import RequestClass, quick_rows
 from engine.cache.blocks import count_gone, count_units
 from engine.limits import UNITS_PER_BLOCK
-from engine.request import Request, due
-from engine.scheduling.laxity import PrefillPace, easy_share, floor_chunk, prefill_pace, prompt_slack
-from engine.scheduling.ledger import StepLedger, num_masked
-from engine.scheduling.objective import OfflineAllowance
+from engine.request import Request, RequestStatus, due
+from engine.scheduling.objective import OfflineAllowance, StepLedger, num_masked
+from engine.scheduling.plan import StepPlan
 from engine.scheduling.state import SchedulerState
+from engine.scheduling.urgency import PrefillPace, easy_share, floor_chunk, prefill_pace, prompt_slack
 from predictor.features import BatchFeatures, CacheWork, smallest_step
 
 ITEMS_PER_SLICE = 32
@@ -268,7 +269,7 @@ def _expected_online(state: SchedulerState) -> StepLedger:
 
 
 def _prompt_length(state: SchedulerState, ledger: StepLedger, request: Request, tokens: int, limit: float) -> int:
-    """Return the chunk of an online prompt in a step limited to `limit`, sized as in `engine.scheduling.prompts`."""
+    """Return the chunk of an online prompt in a step limited to `limit`, sized as in `engine.scheduling.step`."""
     start, model = request.num_computed_tokens, state.model
     length = min(len(request.token_ids) - start, tokens)
     if length < 1 or model is None or math.isinf(limit):
@@ -277,3 +278,107 @@ def _prompt_length(state: SchedulerState, ledger: StepLedger, request: Request, 
     if ledger.features.num_prefill_chunks:
         return fits
     return max(fits, min(length, floor_chunk(model, ledger.features, limit, state.config, start)))
+
+
+class OfflineFill:
+    """Add offline requests to a step behind its online work."""
+
+    def __init__(self, step: StepPlan) -> None:
+        self._step = step
+        self._state = step.state
+        self._lookup = step.state.requests.get
+
+    def add(self, plan: OfflinePlan, num_online_decodes: int, *, beside_prompt: bool) -> None:
+        """Add the items of the plan that still fit beside the online work of this step."""
+        state, ledger = self._state, self._step.ledger
+        allowance = offline_allowance(
+            state, ledger, num_online_decodes, beside_prompt, self._step.now, lambda: self._step.pace
+        )
+        before, num_online = ledger.seconds, len(self._step.requests)
+        for planned in plan.chunks[self._add_decodes(plan, allowance) :]:
+            if not ledger.open:
+                break
+            request = self._lookup(planned.request_id)
+            if request is None or (request.status is RequestStatus.RUNNING) != planned.running:
+                continue  # the request has ended, was preempted by this step's online work, or has already started
+            add = self._continue if planned.running else self._start
+            if not add(request, allowance):
+                break
+        if state.speculation is not None:
+            started = zip(self._step.chunks[num_online:], self._step.requests[num_online:], strict=True)
+            decodes = [request for chunk, request in started if chunk.length == 1 and chunk.sample]
+            state.speculation.add(self._step, decodes, allowance.limit)
+        self._mark_beside_offline(num_online)
+        if state.has_online and not math.isinf(allowance.limit):
+            state.counters.leftover_seconds += max(0.0, allowance.limit - before)
+            state.counters.leftover_used_seconds += ledger.seconds - before
+
+    def _add_decodes(self, plan: OfflinePlan, allowance: OfflineAllowance) -> int:
+        """Add the leading decodes of the plan in bulk if all fit. Return the number of plan items handled.
+
+        Same as `_continue` per decode, but faster.
+        """
+        state, step, ledger = self._state, self._step, self._step.ledger
+        if state.cache.num_compact or state.not_in_runner:
+            return 0
+        decodes, examined = self._leading_decodes(plan)
+        if not decodes or len(decodes) > min(ledger.tokens_left, ledger.sequences_left):
+            return 0
+        seconds = ledger.seconds + ledger.mask_seconds(num_masked(decodes))
+        contexts = ledger.read([request.num_computed_tokens + 1 for request in decodes])
+        if not allowance.fits_decodes(ledger.features, seconds, len(decodes), contexts):
+            return 0
+        granted, lengths = step.allocation.grow_decodes(decodes)
+        if granted:
+            ledger.charge_more_decodes(len(granted), ledger.read(lengths))
+            step.add_decodes(granted, lengths)
+        return examined
+
+    def _leading_decodes(self, plan: OfflinePlan) -> tuple[list[Request], int]:
+        """Return the decodes at the start of the plan and the number of plan items that they cover.
+
+        Requests that have ended, stopped running or are already in the step are skipped.
+        """
+        items = takewhile(lambda item: item.running and item.length == 1, plan.chunks)
+        found = [self._lookup(item.request_id) for item in items]
+        running = [r for r in found if r and r.status is RequestStatus.RUNNING and r.last_step != self._step.step_id]
+        decodes, count = leading_decodes(running)
+        return decodes, len(found) if count == len(running) else found.index(running[count])
+
+    def _mark_beside_offline(self, num_online: int) -> None:
+        """If offline requests joined the step, mark each online request that they delay.
+
+        `num_online`: number of online requests at the start of the step's list.
+        """
+        if len(self._step.requests) > num_online:
+            for request in (*self._step.requests[:num_online], *self._state.waiting_online):
+                request.beside_offline = True
+
+    def _continue(self, request: Request, allowance: OfflineAllowance) -> bool:
+        """Add a running request. Return whether the rest of the plan should be tried."""
+        wanted = request.num_pending_tokens
+        if request.last_step == self._step.step_id or not wanted:
+            return True
+        length = self._length(request, allowance, request.num_computed_tokens, wanted)
+        if length == 0:
+            return False
+        self._step.advance(request, length)
+        return True
+
+    def _start(self, request: Request, allowance: OfflineAllowance) -> bool:
+        if not self._step.may_start(request):
+            return True
+        return self._step.admit(request, lambda start, wanted: self._length(request, allowance, start, wanted))
+
+    def _length(self, request: Request, allowance: OfflineAllowance, start: int, wanted: int) -> int:
+        config, ledger, whole = self._state.config, self._step.ledger, wanted
+        wanted = min(wanted, ledger.tokens_left)
+        # the end of a prompt is useless without time for the masks that sampling its first token needs
+        seconds = ledger.seconds + ledger.mask_seconds(start + whole >= request.masked_from)
+        seconds += ledger.compact_seconds(request.cache_map.num_compact * config.block_size)
+        length = allowance.largest(ledger.features, seconds, start, wanted)
+        if not self._step.chunks and (not self._state.in_flight or not self._state.has_online):
+            # No other request progresses: the first one always does, even beyond the budget (E4). If online work
+            # cannot start, this request ends at last and frees its memory.
+            length = max(length, min(wanted, config.min_prefill_chunk))
+        return length

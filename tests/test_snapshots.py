@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent layers: where there are some, who starts from them, and how they go."""
+"""Snapshots of recurrent layers: where there are some, who starts from them, and how they go."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import RequestClass
-from engine.cache.checkpoints import Checkpoints
+from engine.cache.snapshots import Snapshots
 from engine.limits import SchedulerConfig
 from engine.request import Request, RequestTimes
-from engine.scheduling.planner import whole
+from engine.scheduling.offline import whole
 from predictor.model import LatencyModel
 
 BLOCK, VOCAB = 4, 97
-FAR = 1000  # from one checkpoint to the next: no prompt of these tests is as long
+FAR = 1000  # from one snapshot to the next: no prompt of these tests is as long
 
 
 def make_driver(
@@ -22,7 +22,7 @@ def make_driver(
 ) -> Driver:
     config = SchedulerConfig(
         num_units=2 * num_blocks, max_model_len=4 * num_blocks, block_size=BLOCK, max_num_seqs=rows,
-        max_num_batched_tokens=24, state_slots=slots, checkpoint_tokens=every, **options,
+        max_num_batched_tokens=24, state_slots=slots, snapshot_tokens=every, **options,
     )  # fmt: skip
     invalid = lambda tokens: tokens[-1] == VOCAB  # noqa: E731
     runner = FakeRunner(
@@ -45,7 +45,7 @@ def saved(driver: Driver) -> list[int]:
     return [each.num_tokens for step in driver.steps for each in step.saved_states]
 
 
-def test_a_prompt_has_checkpoints_at_a_distance_and_at_its_last_block() -> None:
+def test_a_prompt_has_snapshots_at_a_distance_and_at_its_last_block() -> None:
     driver = make_driver(every=8)
     assert ask(driver, "a", list(range(31)), max_tokens=1) == 0
     assert saved(driver) == [8, 16, 24, 28]
@@ -70,7 +70,7 @@ def test_only_the_last_state_of_an_answer_is_kept() -> None:
     driver = make_driver(slots=3)
     ask(driver, "long", list(range(10)), max_tokens=30)
     assert saved(driver) == [8, *range(12, 40, 4)]
-    pool = driver.core.state.cache.checkpoints.pool
+    pool = driver.core.state.cache.snapshots.pool
     assert pool.num_cached_units == 2 and pool.num_free_units == 1
 
 
@@ -159,14 +159,14 @@ def new_request(name: str, num_tokens: int) -> Request:
 
 
 def test_states_that_pass_take_half_of_the_slots() -> None:
-    checkpoints = Checkpoints(SchedulerConfig(num_units=2, max_model_len=8, block_size=BLOCK, state_slots=5))
+    snapshots = Snapshots(SchedulerConfig(num_units=2, max_model_len=8, block_size=BLOCK, state_slots=5))
     requests = [new_request(str(index), 3) for index in range(4)]
     for request in requests:
         request.num_computed_tokens = 8
-    given = [checkpoints.save(request, 7, 0) for request in requests]
+    given = [snapshots.save(request, 7, 0) for request in requests]
     assert [[num_tokens for num_tokens, _slot in each] for each in given] == [[8], [8], [], []]
-    checkpoints.leave(requests[0])
-    assert [num_tokens for num_tokens, _slot in checkpoints.save(requests[2], 7, 1)] == [8]
+    snapshots.leave(requests[0])
+    assert [num_tokens for num_tokens, _slot in snapshots.save(requests[2], 7, 1)] == [8]
 
 
 def test_a_slot_is_not_given_away_while_a_step_reads_it() -> None:

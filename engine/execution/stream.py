@@ -1,7 +1,7 @@
 """A CUDA stream with its events; on the CPU a no-op, so that the same runner works on both.
 
-All computation of a runner uses one lane, in order. Transfers of the host tier use two others, one for each direction,
-so that no step waits on the host for another.
+All computation of a runner uses one stream, in order. Transfers of the host tier use two others, one for each
+direction, so that no step waits on the host for another.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,7 @@ def _few_cores() -> bool:
 
 
 class Mark(Protocol):
-    """A point in a lane."""
+    """A point in a stream."""
 
     def synchronize(self) -> None:
         """Wait until the device has passed the point."""
@@ -44,16 +44,16 @@ class DeviceStream:
 
     @classmethod
     def current(cls, device: torch.device) -> "DeviceStream":
-        """Return the lane in which this thread currently launches."""
-        lane = cls.__new__(cls)
-        lane.stream = torch.cuda.current_stream(device) if configs.is_cuda(device) else None
-        return lane
+        """Return the stream in which this thread currently launches."""
+        stream = cls.__new__(cls)
+        stream.stream = torch.cuda.current_stream(device) if configs.is_cuda(device) else None
+        return stream
 
     def use(self) -> AbstractContextManager[object]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def lost(self) -> str | None:
-        """Return why the lane is unusable; None if it works.
+        """Return why the stream is unusable; None if it works.
 
         An error in a CUDA kernel is sticky: every later call in the process fails. Lack of memory is not such an error.
         """
@@ -73,7 +73,7 @@ class DeviceStream:
         return event
 
     def wait(self, mark: Mark) -> None:
-        """Delay work launched from now on until `mark`, of any lane, is passed; return at once."""
+        """Delay work launched from now on until `mark`, of any stream, is passed; return at once."""
         if self.stream is not None:
             assert isinstance(mark, torch.cuda.Event)
             self.stream.wait_event(mark)
