@@ -178,7 +178,7 @@ async def test_a_few_kills(tmp_path: Path) -> None:
     await kill_loop(tmp_path, 2, seed=7)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(3600)
 async def test_a_hundred_kills(tmp_path: Path) -> None:
     await kill_loop(tmp_path, 100, seed=int(os.environ.get("TIDEMILL_KILL_SEED", secrets.randbelow(2**32))))

@@ -210,6 +210,6 @@ def test_something_can_always_run() -> None:
     run_machine(200)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_something_can_always_run_10_000_times() -> None:
     run_machine(10_000)

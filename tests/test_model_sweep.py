@@ -25,7 +25,7 @@ def test_the_page_is_what_its_findings_write() -> None:
     assert version and model_sweep.page(model_sweep.read_page(), version[1]) == TEXT
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.parametrize("model_type", tiny_transformers.causal_types())
 def test_a_type_is_exact_or_refused(model_type: str, tmp_path: Path) -> None:
     """With another version of transformers a type may have become another; it must not be wrong."""
