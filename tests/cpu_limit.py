@@ -1,6 +1,7 @@
-"""Processor time of tests: with TEST_CPU_SECONDS set, a default test that takes more fails, setup and teardown included.
+"""Processor time of tests: with TEST_CPU_SECONDS set, a default test that takes more fails.
 
-Processor time (own, and of children that ended) is used because it does not depend on what else the machine does.
+Setup and teardown are included. Processor time (own, and of children that ended) depends less than wall time on other
+programs of the machine.
 """
 
 import os

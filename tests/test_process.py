@@ -129,7 +129,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any
     return found
 
 
-@pytest.mark.parametrize("points", [POINTS[at : at + 3] for at in range(6)], ids=",".join)
+@pytest.mark.parametrize(
+    "points",
+    [pytest.param(POINTS[at : at + 3], marks=pytest.mark.slow if at % 3 else ()) for at in range(6)],
+    ids=",".join,
+)
 async def test_every_request_ends_as_if_the_process_had_not_died(
     points: tuple[str, ...], tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
