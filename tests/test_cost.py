@@ -14,6 +14,7 @@ import pytest
 from cost_sites import USER, Growth, Site, Walker, grown_schemas, growths
 from cost_tools import Gateway, Work, check, cost_of, open_gateway
 from fake_engine import MODEL
+from support.tables import for_each
 
 from engine.api import EngineStats, TokenCosts
 from engine.errors import InvalidRequestError
@@ -115,9 +116,7 @@ def test_every_place_is_reached(gateway: Gateway) -> None:
 # Functions, as grammars of answers that call them
 
 
-@pytest.mark.parametrize(
-    ("schema", "required"), [("everything", False), *((schema, True) for schema in grown_schemas(1))]
-)
+@for_each(("schema", "required"), [("everything", False), *((schema, True) for schema in grown_schemas(1))])
 @pytest.mark.parametrize("name", FORMATS)
 def test_functions(name: str, schema: str, required: bool) -> None:
     def make(n: int) -> Work:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_build import emulating_library, library_of, native_library
+from support.tables import for_each
 from test_native_model import Bench, in_turn, load
 from test_native_ops import native_of, random, run_linear
 from test_runner import reference_logits
@@ -84,7 +85,7 @@ def test_a_part_of_the_outputs_is_that_part() -> None:
 SIZES = [(1, 64, 96), (2, 31, 40), (5, 100, 32), (13, 7, 33), (33, 200, 130), (50, 64, 1536)]
 
 
-@pytest.mark.parametrize(("level", "dtype", "kind"), KINDS)
+@for_each(("level", "dtype", "kind"), KINDS)
 @pytest.mark.parametrize(("rows", "n", "k"), SIZES)
 def test_products_are_those_of_the_twin_to_the_last_bit(
     level: Level, dtype: torch.dtype, kind: Int8, rows: int, n: int, k: int
@@ -100,7 +101,7 @@ def test_products_are_those_of_the_twin_to_the_last_bit(
     torch.testing.assert_close(layer(x), twin(x), rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
-@pytest.mark.parametrize(("level", "dtype", "kind"), KINDS)
+@for_each(("level", "dtype", "kind"), KINDS)
 @pytest.mark.parametrize("k", [4096, 65536])
 def test_the_largest_sums_do_not_overflow(level: Level, dtype: torch.dtype, kind: Int8, k: int) -> None:
     """Everything at the ends of the range, where pairs of products in 16 bits would saturate."""
@@ -113,7 +114,7 @@ def test_the_largest_sums_do_not_overflow(level: Level, dtype: torch.dtype, kind
     assert torch.equal(layer(x), QuantizedLinear(values, torch.full((40,), 2.0**-7), None, dtype)(x))
 
 
-@pytest.mark.parametrize(("level", "dtype", "kind"), KINDS)
+@for_each(("level", "dtype", "kind"), KINDS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_swiglu(level: Level, dtype: torch.dtype, kind: Int8, bias: bool) -> None:
     native = native_with(level, dtype, kind)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from native_build import library_file, library_of, native_library
+from support.tables import for_each
 from torch import Tensor
 from torch.nn import functional
 
@@ -64,8 +65,8 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, steps: float = 2
 # ---- linear layers
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 64, 96), (2, 31, 40), (5, 100, 32), (13, 7, 33), (33, 200, 130)])
+@for_each(("level", "dtype"), LEVELS)
+@for_each(("rows", "n", "k"), [(1, 64, 96), (2, 31, 40), (5, 100, 32), (13, 7, 33), (33, 200, 130)])
 def test_linear(level: Level, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
     native = native_of(level, dtype)
     x, weight, bias = random(rows, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
@@ -120,8 +121,8 @@ def run_linear(
     return out[:, :width]
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("epilogue", ACTIVATIONS, ids=lambda epilogue: epilogue.name)
+@for_each(("level", "dtype"), LEVELS)
+@for_each("epilogue", ACTIVATIONS)
 def test_activations(level: Level, dtype: torch.dtype, epilogue: Epilogue) -> None:
     """Over all magnitudes: the outputs of an identity are -30 .. 30, and the ends of exp."""
     native = native_of(level, dtype)
@@ -131,8 +132,8 @@ def test_activations(level: Level, dtype: torch.dtype, epilogue: Epilogue) -> No
     close(run_linear(native, layer, x, epilogue), expected, dtype, scale=0.05)
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(("rows", "inner", "bias"), [(1, 88, False), (7, 40, True), (40, 17, True)])
+@for_each(("level", "dtype"), LEVELS)
+@for_each(("rows", "inner", "bias"), [(1, 88, False), (7, 40, True), (40, 17, True)])
 def test_swiglu(level: Level, dtype: torch.dtype, rows: int, inner: int, bias: bool) -> None:
     native = native_of(level, dtype)
     weight, x = random(2 * inner, 64, seed=1, dtype=dtype) / 4, random(rows, 64, dtype=dtype)
@@ -152,9 +153,9 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(("rows", "inner"), [(1, 88), (7, 40), (40, 17)])
-@pytest.mark.parametrize("epilogue", GATES, ids=lambda epilogue: epilogue.name)
+@for_each(("level", "dtype"), LEVELS)
+@for_each(("rows", "inner"), [(1, 88), (7, 40), (40, 17)])
+@for_each("epilogue", GATES)
 def test_outputs_times_an_activated_gate(
     level: Level, dtype: torch.dtype, rows: int, inner: int, epilogue: Epilogue
 ) -> None:
@@ -167,8 +168,8 @@ def test_outputs_times_an_activated_gate(
     close(run_linear(native, layer, x, epilogue, gates), expected, dtype, steps=8, scale=4.0)
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(("rows", "inner"), [(1, 200), (7, 40), (40, 1000)])
+@for_each(("level", "dtype"), LEVELS)
+@for_each(("rows", "inner"), [(1, 200), (7, 40), (40, 1000)])
 def test_a_gate_and_what_it_gates_run_as_one(level: Level, dtype: torch.dtype, rows: int, inner: int) -> None:
     """By two threads, and in parts: the same to the last bit as the two layers one after the other."""
     native = native_of(level, dtype)
@@ -189,8 +190,8 @@ def test_a_gate_and_what_it_gates_run_as_one(level: Level, dtype: torch.dtype, r
         assert not bool(out[:, inner:].any()), "padding was written"
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@for_each(("level", "dtype"), LEVELS)
+@for_each("softcap", [0.0, 3.0])
 def test_logits_are_capped(level: Level, dtype: torch.dtype, softcap: float) -> None:
     native, kind = native_of(level, dtype), activation_dtype(level)
     x, weight = random(1, 64, dtype=dtype), random(70, 64, seed=1, dtype=dtype) / 4
@@ -333,7 +334,7 @@ ATTENTION: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@for_each(("level", "dtype"), LEVELS)
 @pytest.mark.parametrize("case", ATTENTION)
 def test_attention(level: Level, dtype: torch.dtype, case: dict[str, Any]) -> None:
     chunks = [(90, 1), (0, 50), (5, 4), (1500, 1), (1100, 3), (200, 150), (0, 1)]
@@ -381,9 +382,9 @@ def run_ops(
     return pool.view(2, room, shape.cell)
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("scale", [0.0, 0.22])
-@pytest.mark.parametrize("normed", [False, True])
+@for_each(("level", "dtype"), LEVELS)
+@for_each("scale", [0.0, 0.22])
+@for_each("normed", [False, True])
 def test_a_scaled_addition_with_a_norm_and_alone(level: Level, dtype: torch.dtype, scale: float, normed: bool) -> None:
     native, kind = native_of(level, dtype), activation_dtype(level)
     x, delta, weight = random(5, 40, dtype=dtype), random(5, 40, seed=1, dtype=dtype), random(40, seed=2)
@@ -409,9 +410,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool) -> Tensor:
     return torch.cat((joined, rest), dim=-1)
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("pairs", [None, False, True], ids=["not", "halves", "pairs"])
-@pytest.mark.parametrize("rotary_dim", [4, 40, 44])
+@for_each(("level", "dtype"), LEVELS)
+@for_each("pairs", [None, False, True])
+@for_each("rotary_dim", [4, 40, 44])
 def test_keys_are_written_turned_or_as_they_are(
     level: Level, dtype: torch.dtype, pairs: bool | None, rotary_dim: int
 ) -> None:
@@ -432,9 +433,9 @@ def test_keys_are_written_turned_or_as_they_are(
     assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("pairs", [False, True], ids=["halves", "pairs"])
-@pytest.mark.parametrize("behind", [False, True], ids=["in front", "behind"])
+@for_each(("level", "dtype"), LEVELS)
+@for_each("pairs", [False, True])
+@for_each("behind", [False, True])
 def test_heads_are_normed_before_or_after_they_are_turned(
     level: Level, dtype: torch.dtype, pairs: bool, behind: bool
 ) -> None:
@@ -475,7 +476,7 @@ def tiny_shape(**changes: object) -> TapeShape:
     return TapeShape(**(values | changes))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "named"),
     [
         ({"heads": 3, "kv_heads": 2}, "multiple"),
@@ -495,7 +496,7 @@ def test_a_wrong_shape_is_refused_by_name(changes: dict[str, object], named: str
         Tape(native_library(), tiny_shape(**changes), [Op(kind=Kind.BEST)])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("op", "named"),
     [
         (Op(kind=77), "unknown"),
@@ -525,7 +526,7 @@ def test_a_wrong_operation_is_refused_by_name(op: Op, named: str) -> None:
         Tape(native_library(), tiny_shape(), [op])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("chunk", "change", "named"),
     [
         ((2, 0, 1, 1), None, "chunk"),

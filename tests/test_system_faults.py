@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tables import for_each
 from test_process import collect, engine_process, request, summed, undisturbed, until, until_idle
 
 from engine.api import EngineState
@@ -29,7 +30,7 @@ NO_THREAD = RuntimeError("can't start new thread")
 TORCH_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory. Error code 12 (Cannot allocate memory)")
 
 
-@pytest.mark.parametrize("number", sorted(errno.errorcode), ids=lambda number: errno.errorcode[number])
+@for_each("number", sorted(errno.errorcode))
 def test_every_errno_is_of_the_system_but_those_of_a_dead_process(number: int) -> None:
     error = OSError(number, os.strerror(number))
     assert is_of_system(error) is (number not in OF_A_DEAD_PROCESS)

@@ -24,6 +24,7 @@ from fake_engine import MODEL, FakeEngine, Served, demo_engine, say, serve
 from fixtures import refuse_blocking
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tables import for_each
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from engine.forms import Grammar
@@ -228,8 +229,8 @@ def digits_of(text: str) -> Any:
     return json.loads(text, parse_int=str, parse_float=str)
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
-@pytest.mark.parametrize("number", NUMBERS)
+@for_each("name", sorted(FORMATS))
+@for_each("number", NUMBERS)
 def test_arguments_keep_every_digit_of_the_model(name: str, number: str) -> None:
     functions = [Function("weather", {"properties": {"x": {"type": "number"}, "y": {}, "z": {"type": "array"}}})]
     text = write(name, [("weather", {"x": 777, "y": 777, "z": [777]})]).replace("777", number)
@@ -252,7 +253,7 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize(("written", "schema", "value"), TYPED, ids=range(len(TYPED)))
+@for_each(("written", "schema", "value"), TYPED)
 def test_values_without_quotes_have_the_types_of_the_schema(written: str, schema: Any, value: Any) -> None:
     parameters = {"properties": {"v": schema}, "$defs": {"T": {"type": "string"}}}
     for end in ("\n</parameter>", ""):
