@@ -49,9 +49,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 test: install
 	$(PYTEST) $(ARGS)
 
-# The tests that `make test` leaves out because each takes more than 2 s of processor time.
+# The tests that `make test` leaves out because each takes more than 2 s of processor time, and random tests at full size.
 test-all: test
-	$(PYTEST) -m slow $(ARGS)
+	TEST_ALL=1 $(PYTEST) -m "slow or fuzz" $(ARGS)
 
 # Real clients in environments of their own (TIDEMILL_CLIENTS=FOLDER; first use installs them), and the page of results.
 clients: install

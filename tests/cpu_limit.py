@@ -11,6 +11,7 @@ from collections.abc import Generator
 import pytest
 
 LIMIT = float(os.environ.get("TEST_CPU_SECONDS", "inf"))
+UNLIMITED = ("slow", "manual", "gpu", "clients") + (("fuzz",) if os.environ.get("TEST_ALL") else ())
 IMPORTS = 50
 """A test during which more modules than this were loaded is not judged: imports are paid by the first test."""
 _start = pytest.StashKey[tuple[float, int]]()
@@ -34,7 +35,7 @@ def pytest_runtest_makereport(
     start, modules = item.stash[_start]
     seconds, own = cpu_seconds() - start, item.get_closest_marker("cpu_limit")
     limit = max(LIMIT, own.args[0]) if own else LIMIT
-    judged = call.when == "teardown" and report.passed and not item.get_closest_marker("slow")
+    judged = call.when == "teardown" and report.passed and not any(map(item.get_closest_marker, UNLIMITED))
     if judged and seconds > limit and len(sys.modules) - modules <= IMPORTS:
         report.outcome = "failed"
         report.longrepr = f"{seconds:.1f} s of processor time, limit {limit:g} s: mark it slow or make it cheaper"

@@ -70,6 +70,7 @@ def doubtful(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Doubtful]]:
 # ---- commits in doubt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("happens", [True, False], ids=["happened", "did-not"])
 async def test_any_commit_of_a_batch_may_be_in_doubt(
     tokenizer: Tokenizer, tmp_path: Path, doubtful: type[Doubtful], happens: bool

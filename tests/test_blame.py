@@ -8,8 +8,9 @@ import hypothesis.strategies as st
 from driver import Driver, is_error, make_request
 from fakes.runner import FakeRunner, solo
 from faulty_runner import FaultyRunner, Work, poison
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from integrity import check_core
+from support.fuzz import fuzz
 
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.colocation.waits import objective_of
@@ -270,7 +271,7 @@ request_shape = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@fuzz(150, suppress_health_check=[HealthCheck.too_slow])
 @given(
     shapes=st.lists(request_shape, min_size=1, max_size=16),
     depth=st.integers(0, 1),

@@ -10,7 +10,8 @@ import pytest
 import tiny_models
 import torch
 from driver import Driver, make_request
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
+from support.fuzz import fuzz
 
 from engine.api import FinishReason, RequestClass
 from engine.cache.blocks import CacheAction
@@ -193,7 +194,7 @@ arrival = st.tuples(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@fuzz(12, suppress_health_check=[HealthCheck.too_slow])
 @given(
     arrivals=st.lists(arrival, min_size=2, max_size=16),
     num_blocks=st.integers(26, 36),

@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 from fakes.runner import solo
 from fakes.staged import LAYER_BYTES, LAYERS, UNIT_LAYER_BYTES, StagedFake
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from integrity import check_core
+from support.fuzz import machine_test
 from test_fleet_fuzz import FakeFleetEngine
 from test_fleet_pipelines import MERGE, SPLIT, before_order
 
@@ -343,8 +343,7 @@ class Changes(RuleBasedStateMachine):
             assert tokens == (due if ended is FinishReason.LENGTH else due[: len(tokens)]), name
 
 
-TestChanges = Changes.TestCase
-TestChanges.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestChanges = machine_test(Changes, 20, 25)
 
 
 def test_requests_of_both_engines_go_through_a_drop_and_a_restore() -> None:

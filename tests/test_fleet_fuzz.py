@@ -5,9 +5,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.fuzz import machine_test
 
 from engine.api import (
     EngineInfo,
@@ -347,5 +347,4 @@ class Fleet(RuleBasedStateMachine):
         self.loop.close()
 
 
-TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestFleet = machine_test(Fleet, 40, 40)

@@ -12,6 +12,7 @@ from fakes.runner import FakeRunner
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from integrity import check_core
+from support.fuzz import machine_test
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams, TokenCosts
 from engine.errors import QueueFullError
@@ -359,8 +360,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not queue._charged and not any(lane.tenants or lane.preempted for lane in queue._lanes.values())
 
 
-TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestQueueMachine = machine_test(QueueMachine, 60, 50)
 
 
 # ---- in the engine

@@ -11,6 +11,7 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from support.fuzz import examples
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass
 from engine.forms import Pooling
@@ -205,9 +206,10 @@ def test_a_running_prompt_that_an_older_one_takes_the_memory_of_is_passed_over(p
     assert {final.finish_reason for final in driver.finals.values()} == {FinishReason.LENGTH}
 
 
+@pytest.mark.fuzz
 @pytest.mark.timeout(600)
 def test_something_can_always_run() -> None:
-    run_machine(200)
+    run_machine(examples(200))
 
 
 @pytest.mark.manual

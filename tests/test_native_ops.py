@@ -44,7 +44,14 @@ def team_of(library: Library) -> Team:
     return Team(library, 2)
 
 
-def native_of(level: Level, dtype: torch.dtype) -> Native:
+emulation = pytest.mark.parametrize("emulated", [False, pytest.param(True, marks=pytest.mark.slow)])
+"""Levels of this processor, and the others, for which a library with emulated instructions is built."""
+
+
+def native_of(level: Level, dtype: torch.dtype, emulated: bool | None = None) -> Native:
+    """Return kernels of a level; skip if `emulated` is given and the processor has the level or lacks it."""
+    if emulated is not None and emulated is (level in native_library().levels()):
+        pytest.skip("not a level of this processor" if not emulated else "a level of this processor")
     library = library_of(level)
     native = Native(library, level, team_of(library))
     assert native.level_for(dtype) == level
@@ -65,10 +72,11 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, steps: float = 2
 # ---- linear layers
 
 
+@emulation
 @for_each(("level", "dtype"), LEVELS)
 @for_each(("rows", "n", "k"), [(1, 64, 96), (2, 31, 40), (5, 100, 32), (13, 7, 33), (33, 200, 130)])
-def test_linear(level: Level, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
-    native = native_of(level, dtype)
+def test_linear(emulated: bool, level: Level, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+    native = native_of(level, dtype, emulated)
     x, weight, bias = random(rows, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
     for each in (None, bias):
         layer = NativeLinear(native, weight, each)
@@ -121,21 +129,23 @@ def run_linear(
     return out[:, :width]
 
 
+@emulation
 @for_each(("level", "dtype"), LEVELS)
 @for_each("epilogue", ACTIVATIONS)
-def test_activations(level: Level, dtype: torch.dtype, epilogue: Epilogue) -> None:
+def test_activations(emulated: bool, level: Level, dtype: torch.dtype, epilogue: Epilogue) -> None:
     """Over all magnitudes: the outputs of an identity are -30 .. 30, and the ends of exp."""
-    native = native_of(level, dtype)
+    native = native_of(level, dtype, emulated)
     x = torch.cat((torch.linspace(-30, 30, 90), torch.tensor([-100.0, 100, 0, -0.0, 1e-6, -1e-6]))).to(dtype)[:, None]
     layer = NativeLinear(native, torch.ones(17, 1, dtype=dtype), None)
     expected = ACTIVATIONS[epilogue](x.double()).expand(-1, 17)
     close(run_linear(native, layer, x, epilogue), expected, dtype, scale=0.05)
 
 
+@emulation
 @for_each(("level", "dtype"), LEVELS)
 @for_each(("rows", "inner", "bias"), [(1, 88, False), (7, 40, True), (40, 17, True)])
-def test_swiglu(level: Level, dtype: torch.dtype, rows: int, inner: int, bias: bool) -> None:
-    native = native_of(level, dtype)
+def test_swiglu(emulated: bool, level: Level, dtype: torch.dtype, rows: int, inner: int, bias: bool) -> None:
+    native = native_of(level, dtype, emulated)
     weight, x = random(2 * inner, 64, seed=1, dtype=dtype) / 4, random(rows, 64, dtype=dtype)
     biases = random(2 * inner, seed=2, dtype=dtype) if bias else None
     layer = NativeLinear(native, weight, biases, gated=True)
@@ -153,13 +163,14 @@ GATES = {
 }
 
 
+@emulation
 @for_each(("level", "dtype"), LEVELS)
 @for_each(("rows", "inner"), [(1, 88), (7, 40), (40, 17)])
 @for_each("epilogue", GATES)
 def test_outputs_times_an_activated_gate(
-    level: Level, dtype: torch.dtype, rows: int, inner: int, epilogue: Epilogue
+    emulated: bool, level: Level, dtype: torch.dtype, rows: int, inner: int, epilogue: Epilogue
 ) -> None:
-    native = native_of(level, dtype)
+    native = native_of(level, dtype, emulated)
     x, weight, bias = (
         random(*shape, seed=n, dtype=dtype) for n, shape in enumerate(((rows, 64), (inner, 64), (inner,)))
     )
@@ -168,11 +179,14 @@ def test_outputs_times_an_activated_gate(
     close(run_linear(native, layer, x, epilogue, gates), expected, dtype, steps=8, scale=4.0)
 
 
+@emulation
 @for_each(("level", "dtype"), LEVELS)
 @for_each(("rows", "inner"), [(1, 200), (7, 40), (40, 1000)])
-def test_a_gate_and_what_it_gates_run_as_one(level: Level, dtype: torch.dtype, rows: int, inner: int) -> None:
+def test_a_gate_and_what_it_gates_run_as_one(
+    emulated: bool, level: Level, dtype: torch.dtype, rows: int, inner: int
+) -> None:
     """By two threads, and in parts: the same to the last bit as the two layers one after the other."""
-    native = native_of(level, dtype)
+    native = native_of(level, dtype, emulated)
     kind, x = activation_dtype(level), random(rows, 64, dtype=dtype)
     layers = [NativeLinear(native, random(inner, 64, seed=n, dtype=dtype) / 4, None) for n in (1, 2)]
     given = torch.zeros(rows_for(rows), stride_of(64), dtype=kind)
@@ -190,10 +204,11 @@ def test_a_gate_and_what_it_gates_run_as_one(level: Level, dtype: torch.dtype, r
         assert not bool(out[:, inner:].any()), "padding was written"
 
 
+@emulation
 @for_each(("level", "dtype"), LEVELS)
 @for_each("softcap", [0.0, 3.0])
-def test_logits_are_capped(level: Level, dtype: torch.dtype, softcap: float) -> None:
-    native, kind = native_of(level, dtype), activation_dtype(level)
+def test_logits_are_capped(emulated: bool, level: Level, dtype: torch.dtype, softcap: float) -> None:
+    native, kind = native_of(level, dtype, emulated), activation_dtype(level)
     x, weight = random(1, 64, dtype=dtype), random(70, 64, seed=1, dtype=dtype) / 4
     layer = NativeLinear(native, weight, None)
     given = torch.zeros(rows_for(1), stride_of(64), dtype=kind)
@@ -334,12 +349,13 @@ ATTENTION: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@emulation
 @for_each(("level", "dtype"), LEVELS)
 @pytest.mark.parametrize("case", ATTENTION)
-def test_attention(level: Level, dtype: torch.dtype, case: dict[str, Any]) -> None:
+def test_attention(emulated: bool, level: Level, dtype: torch.dtype, case: dict[str, Any]) -> None:
     chunks = [(90, 1), (0, 50), (5, 4), (1500, 1), (1100, 3), (200, 150), (0, 1)]
     usual = {"chunks": chunks, "heads": 6, "kv_heads": 2, "dim": 64, "block": 16}
-    actual, expected = run_attention(native_of(level, dtype), dtype, **usual | case)
+    actual, expected = run_attention(native_of(level, dtype, emulated), dtype, **usual | case)
     close(actual, expected, dtype, steps=4, scale=0.5)
     if case.get("sinks") is SINKS:
         assert not bool(actual.view(-1, 6, 64)[:, 5].any()), "all of the weight lies on the sink"
@@ -382,11 +398,14 @@ def run_ops(
     return pool.view(2, room, shape.cell)
 
 
+@emulation
 @for_each(("level", "dtype"), LEVELS)
 @for_each("scale", [0.0, 0.22])
 @for_each("normed", [False, True])
-def test_a_scaled_addition_with_a_norm_and_alone(level: Level, dtype: torch.dtype, scale: float, normed: bool) -> None:
-    native, kind = native_of(level, dtype), activation_dtype(level)
+def test_a_scaled_addition_with_a_norm_and_alone(
+    emulated: bool, level: Level, dtype: torch.dtype, scale: float, normed: bool
+) -> None:
+    native, kind = native_of(level, dtype, emulated), activation_dtype(level)
     x, delta, weight = random(5, 40, dtype=dtype), random(5, 40, seed=1, dtype=dtype), random(40, seed=2)
     rows, addend, out = x.to(kind, copy=True), delta.to(kind), torch.full((5, 40), 7.0, dtype=kind)
     op = Op(kind=Kind.NORM, k=40, in_stride=40, out_stride=40, input=addend.data_ptr(), residual=rows.data_ptr())
@@ -410,14 +429,15 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool) -> Tensor:
     return torch.cat((joined, rest), dim=-1)
 
 
+@emulation
 @for_each(("level", "dtype"), LEVELS)
 @for_each("pairs", [None, False, True])
 @for_each("rotary_dim", [4, 40, 44])
 def test_keys_are_written_turned_or_as_they_are(
-    level: Level, dtype: torch.dtype, pairs: bool | None, rotary_dim: int
+    emulated: bool, level: Level, dtype: torch.dtype, pairs: bool | None, rotary_dim: int
 ) -> None:
     """Of heads of 44 elements some or all are turned."""
-    native, kind, width = native_of(level, dtype), activation_dtype(level), 4 * 44
+    native, kind, width = native_of(level, dtype, emulated), activation_dtype(level), 4 * 44
     qkv, angles = random(5, width, dtype=dtype), random(5, rotary_dim, seed=1, dtype=dtype).float()
     rows, frequencies = qkv.to(kind, copy=True), torch.zeros(rotary_dim // 2)
     op = Op(kind=Kind.ROPE_KV, out=rows.data_ptr(), out_stride=width)
@@ -433,13 +453,14 @@ def test_keys_are_written_turned_or_as_they_are(
     assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
 
 
+@emulation
 @for_each(("level", "dtype"), LEVELS)
 @for_each("pairs", [False, True])
 @for_each("behind", [False, True])
 def test_heads_are_normed_before_or_after_they_are_turned(
-    level: Level, dtype: torch.dtype, pairs: bool, behind: bool
+    emulated: bool, level: Level, dtype: torch.dtype, pairs: bool, behind: bool
 ) -> None:
-    native, kind, width = native_of(level, dtype), activation_dtype(level), 4 * 44
+    native, kind, width = native_of(level, dtype, emulated), activation_dtype(level), 4 * 44
     qkv, angles, weight = (
         random(5, width, dtype=dtype),
         random(5, 40, seed=1, dtype=dtype).float(),

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from driver import Driver, make_request
 from fakes.runner import FakeRunner
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from integrity import check_pool
+from support.fuzz import machine_test
 
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier, extend_hashes
 from engine.cache.pool import BlockPool
@@ -249,7 +249,5 @@ class PairedPoolMachine(PoolMachine):
     paired = True
 
 
-TestPoolMachine = PoolMachine.TestCase
-TestPairedPoolMachine = PairedPoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestPoolMachine = machine_test(PoolMachine, 80, 50)
 TestPairedPoolMachine.settings = TestPoolMachine.settings

@@ -36,6 +36,7 @@ from engine.process.judge import RestartPolicy
 from engine.process.launcher import ProcessOptions
 from engine.process.supervisor import Child
 
+pytestmark = pytest.mark.cpu_limit(8)  # each engine process imports for a second
 CHILD = Path(__file__).parent / "scripted_child.py"
 CONFIG = EngineConfig(slo="ttft_p99=20s", max_queue_time="none")
 POISON = 399

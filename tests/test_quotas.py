@@ -18,6 +18,7 @@ from fake_engine import MODEL, Served
 from fixtures import StartServer
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.fuzz import machine_test
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
@@ -143,8 +144,7 @@ class AdmissionsMachine(RuleBasedStateMachine):
         assert self.admissions._tenants.keys() == {tenant for tenant, places in self.places.items() if places}
 
 
-TestAdmissionsMachine = AdmissionsMachine.TestCase
-TestAdmissionsMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAdmissionsMachine = machine_test(AdmissionsMachine, 60, 40)
 
 
 @settings(deadline=None)

@@ -23,6 +23,7 @@ from engine.process.causes import CAUSES, Origin, Outage, is_of_system, origin_o
 from engine.process.judge import RestartPolicy
 from engine.process.supervisor import Child
 
+pytestmark = pytest.mark.cpu_limit(8)  # each engine process imports for a second
 __all__ = ["undisturbed"]
 OF_A_DEAD_PROCESS = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESRCH, errno.ECHILD}
 REFUSALS = [OSError(number, os.strerror(number)) for number in sorted(errno.errorcode.keys() - OF_A_DEAD_PROCESS)]

@@ -22,8 +22,9 @@ import tokenizers
 from batch_tools import client_of
 from fake_engine import MODEL, FakeEngine, Served, demo_engine, say, serve
 from fixtures import refuse_blocking
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzz import fuzz
 from support.tables import for_each
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -181,7 +182,7 @@ def pieces_of(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> tuple[str, list
     return text, [text[first:last] for first, last in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@settings(max_examples=10_000 if os.environ.get("FUZZ") else 150, deadline=None)
+@fuzz(10_000 if os.environ.get("FUZZ") else 150)
 @given(name=st.sampled_from(sorted(FORMATS)), calls=CALLS, data=st.data())
 def test_what_a_model_writes_is_read_however_it_was_cut(name: str, calls: Any, data: st.DataObject) -> None:
     if name not in ("pythonic", "llama3_json", "harmony"):
@@ -293,7 +294,7 @@ MARKS += [
 ]
 
 
-@settings(max_examples=10_000 if os.environ.get("FUZZ") else 300, deadline=None)
+@fuzz(10_000 if os.environ.get("FUZZ") else 300)
 @given(
     name=st.sampled_from([None, *sorted(FORMATS)]),
     reasons=st.booleans(),
