@@ -250,4 +250,4 @@ class PairedPoolMachine(PoolMachine):
 
 
 TestPoolMachine = machine_test(PoolMachine, 80, 50)
-TestPairedPoolMachine.settings = TestPoolMachine.settings
+TestPairedPoolMachine = machine_test(PairedPoolMachine, 80, 50)
