@@ -51,7 +51,7 @@ test: install
 
 # The tests that `make test` leaves out because each takes more than 2 s of processor time, and random tests at full size.
 test-all: test
-	TEST_ALL=1 $(PYTEST) -m "slow or fuzz" $(ARGS)
+	TEST_ALL=1 $(PYTEST) -m "(slow or fuzz) and not (manual or gpu or clients)" $(ARGS)
 
 # Real clients in environments of their own (TIDEMILL_CLIENTS=FOLDER; first use installs them), and the page of results.
 clients: install
