@@ -261,7 +261,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lock_of(root: Path) -> sqlite3.Connection:
-    """What a backup tool holds: nobody else can write."""
+    """What a backup tool holds: no other process can write."""
     connection = sqlite3.connect(root / "tidemill.db", isolation_level=None)
     connection.execute("BEGIN IMMEDIATE")
     return connection

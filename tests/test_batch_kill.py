@@ -68,7 +68,7 @@ class Died(Exception):
 
 @dataclass
 class Job:
-    """What has been acknowledged so far."""
+    """Acknowledged lines so far."""
 
     content: bytes
     key: str = field(default_factory=lambda: secrets.token_hex(8))

@@ -180,7 +180,7 @@ def test_it_is_sick_after_a_failed_step_and_two_failed_canaries() -> None:
 
 
 def test_steps_that_fail_for_their_size_blame_nobody() -> None:
-    """Memory is short for 8 seconds: what is large fails, the canary does not."""
+    """Memory is short for 8 seconds: large requests fail, the canary does not."""
     driver, runner = make_driver(lambda *_: False)
 
     def fails(_step: int, work: list[Work]) -> bool:

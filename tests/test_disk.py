@@ -1,4 +1,4 @@
-"""The file layer: what appears, when, and what a full or faulty disk leaves behind."""
+"""The file layer: which files appear, when, and which files a full or faulty disk leaves behind."""
 
 import errno
 import os

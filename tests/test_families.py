@@ -172,7 +172,7 @@ def check_hybrid(driver: Driver, case: str) -> None:
         if index % 4 == 3:
             driver.step()
     while offered and not any(step.features.compact_tokens for step in driver.steps):
-        assert driver.step(), "nobody was run from hidden state"
+        assert driver.step(), "no request ran from hidden state"
     started = {new.request_id for step in driver.steps for new in step.new_requests}
     gone = [name for name in list(driver.outputs) if offered and name not in started]
     for name in gone:  # so that the room is back before those that run from hidden state have ended

@@ -192,7 +192,7 @@ def test_inputs_are_rounded_by_the_kernel_before_where_there_is_one() -> None:
 
 @pytest.mark.parametrize("static", [None, 0.02])
 def test_rounding_in_norms_and_gates_changes_no_bit(static: float | None) -> None:
-    class Whole:  # a layer that nobody rounds for
+    class Whole:  # a layer without rounded input
         def __init__(self, layer: Linear) -> None:
             self._layer = layer
 
@@ -322,7 +322,7 @@ def test_stored_floats_compute_as_transformers_modules_do(name: str, static: flo
     ours = logits_of(load_spec(tmp_path / "packed"), model, ids).double()
     assert isinstance(model.layers[0].up, Float8Linear) and not isinstance(model.head, Float8Linear)
     assert (ours - exact).norm() < 1.1 * (theirs - exact).norm() < 0.2 * exact.norm()
-    if static == 0.0015:  # what is cut off is: with scales of rows the answer is another
+    if static == 0.0015:  # the part that is cut off is: with scales of rows the answer is another
         other = _by_transformers(tmp_path / "dense", weights, None, ids, F32)
         assert (other - exact).norm() > exact.norm()
 

@@ -178,7 +178,7 @@ def test_prefill_work_splits_where_few_tiles_stand_before_a_long_past() -> None:
     assert splits((29, 9570)) == [15] * 15
     assert splits(*[(29, 9570)] * 4) == [4] * 16
     assert splits(*[(64, 9570)] * 9) == [1] * 9
-    assert splits((29, 900)) == [1], "the merge would take what is saved"
+    assert splits((29, 900)) == [1], "the merge would take the saved time"
     beside = splits((29, 9570), *[(64, 0)] * 12)
     assert beside.count(1) == 12 and len(beside) > 20, "short prompts beside it do not keep it whole"
 

@@ -1,4 +1,4 @@
-"""Lanes, tenants and jobs in the offline queue: who goes first, how fairly, and that nobody starves."""
+"""Lanes, tenants and jobs in the offline queue: their order, their fairness, and that no tenant starves."""
 
 import math
 import random
@@ -175,7 +175,7 @@ def test_nobody_saves_service_up_or_sheds_a_debt() -> None:
     share.enter("a")
     share.charge("a", 100.0)
     share.enter("b")
-    assert share.service("b") == 100.0, "who comes is lifted to the least counter of those who are there"
+    assert share.service("b") == 100.0, "a tenant that arrives is lifted to the least counter of the present tenants"
     share.charge("b", 50.0)
     share.leave("b")
     share.enter("b")
@@ -183,7 +183,7 @@ def test_nobody_saves_service_up_or_sheds_a_debt() -> None:
     share.leave("a")
     share.leave("b")
     share.enter("c")
-    assert share.service("c") == 0.0, "with nobody left there is nobody to owe anything to"
+    assert share.service("c") == 0.0, "without tenants there is no debt"
 
 
 @given(

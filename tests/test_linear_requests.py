@@ -124,7 +124,7 @@ SCHEMA = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(name=st.sampled_from(sorted(FORMATS)), keys=st.dictionaries(KEYS, SCHEMA, max_size=5), definition=SCHEMA)
 def test_no_builder_multiplies_a_request(name: str, keys: dict[str, Any], definition: Any) -> None:
-    """Whatever is nested in whatever; a value that cannot be written is refused."""
+    """For all nestings; a value that cannot be written is refused."""
     parameters = {"type": "object", "properties": keys, "$defs": {"d": definition}}
     try:
         grammar = write_grammar(name, parameters)

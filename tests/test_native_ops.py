@@ -484,7 +484,7 @@ def test_heads_are_normed_before_or_after_they_are_turned(
     assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def tiny_shape(**changes: object) -> TapeShape:

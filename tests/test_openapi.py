@@ -1,4 +1,4 @@
-"""Schemathesis over the OpenAPI document of the whole application: whatever is sent, the answer is one of the contract.
+"""Schemathesis over the OpenAPI document of the whole application: every answer is one of the contract.
 
 A failure is a 5xx, a 422, a content type or an error object that the document does not have, or a temporary file left
 behind.

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works outside the checkout."""
+"""The wheel: its contents, and that it works outside the checkout."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def build(folder: Path, compiler: str, *without: str) -> tuple[Path, str]:
-    """Build a wheel from a copy of the sources in `folder`; return it and what the build said."""
+    """Build a wheel from a copy of the sources in `folder`; return it and the output of the build."""
     skipped = shutil.ignore_patterns(".*", "*.so", "*.egg-info", *without)
     top = {str(ROOT): {"build", "dist", "tests", "docs"}}  # `engine/build` is a package
     shutil.copytree(ROOT, folder / "tree", ignore=lambda path, names: skipped(path, names) | top.get(path, set()))

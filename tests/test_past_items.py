@@ -1,4 +1,4 @@
-"""A session goes on whatever its past holds: every item and block of the official clients' types is served."""
+"""A session goes on with any past items: every item and block of the official clients' types is served."""
 
 import json
 from collections.abc import Iterator

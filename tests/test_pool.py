@@ -1,4 +1,4 @@
-"""The block pool against a plain model: who holds what, what can be shared, what may be reused and when."""
+"""The block pool against a plain model: owners of blocks, sharing, and when a block may be reused."""
 
 from unittest import mock
 
@@ -15,7 +15,7 @@ from engine.cache.pool import BlockPool
 from engine.cache.tiers import Tiers
 from engine.limits import SchedulerConfig
 
-HELD = [kind for kind in CacheKind if kind.form.units]  # what a block can be allocated for
+HELD = [kind for kind in CacheKind if kind.form.units]  # the uses of a block
 
 
 @pytest.mark.parametrize("kind", HELD)

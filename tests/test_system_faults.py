@@ -1,4 +1,4 @@
-"""What the machine refuses (descriptors, threads, memory, room on a disk) ends neither the server nor a start."""
+"""Refusals of the machine (descriptors, threads, memory, room on a disk) ends neither the server nor a start."""
 
 import asyncio
 import errno

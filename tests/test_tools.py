@@ -423,7 +423,7 @@ def test_what_a_checkpoint_says_of_its_calls_goes_before_its_chat_template(
         assert Tokenizer.load(tmp_path, probe=False).call_template == ""
 
 
-# How calls are written by those who must
+# How required calls are written
 
 
 def special_tokenizer(folder: Path) -> Tokenizer:
