@@ -18,7 +18,6 @@ from driver import Driver, make_request
 from fake_engine import MODEL, FakeEngine, demo_engine, say, serve
 from test_tools import client_of
 from tiny_models import model_folder, reference_model
-from transformers import AutoModel
 
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.build.checkpoint_settings import read_embedding_spec
@@ -178,6 +177,8 @@ TEXTS = ["the river rises", "a boat", "the river rises and the mill turns, again
 
 
 async def test_the_official_client_gets_what_transformers_compute(tmp_path: Path) -> None:
+    from transformers import AutoModel
+
     """Texts, lists of texts and of ids; both encodings, fewer dimensions; usage; and the same as lines of a batch."""
     engine, tokenizer = demo_engine(num_gpu_blocks_override=200, max_num_seqs=8, max_num_batched_tokens=64)
     ids = [tokenizer.encode(text) for text in TEXTS]

@@ -13,7 +13,6 @@ from kernel_ledger import _Tensors
 from safetensors.torch import load_file, save_file
 from test_dry_device import counts_of
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.setup import SHAPES
 from benchmarks.quantization import logits_of
@@ -296,6 +295,8 @@ def _by_transformers(
     """Logits of transformers' modules with the dequantised weights in a type, whose linear layers are given what the
     formats' definition makes of their inputs: x / scale as e4m3 between its ends, times scale."""
     packed_checkpoints.write_dense(folder, weights)
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
 
     def rounded(_module: object, given: tuple[Tensor, ...]) -> tuple[Tensor]:

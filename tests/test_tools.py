@@ -26,7 +26,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz import fuzz
 from support.tables import for_each
-from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from engine.forms import Grammar
 from engine.structured.compiler import GrammarCompiler, Matcher
@@ -408,6 +407,8 @@ def test_what_a_checkpoint_says_of_its_calls_goes_before_its_chat_template(
         "start_anchor": "<|im_start|>assistant",
         "fields": {"content": {}, **({"tool_calls": field} if field else {})},
     }
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
     load_response_template(own)  # it is one
     tokenizer_folders.byte_level(tmp_path, "{{ '<|tool_call>call:' }}{{ messages[0].content }}", response_template=own)
     tokenizer = Tokenizer.load(tmp_path, probe=False)
