@@ -37,7 +37,6 @@ BENCHES = {
     "sim-vs-live": "benchmarks.sim_vs_live",
     "results": "benchmarks.result_tables",
     "experiments": "benchmarks.experiments.main",
-    "lengths": "benchmarks.lengths",
     "identity": "benchmarks.identity",
     "speculation": "benchmarks.speculation",
     "simulator-speed": "benchmarks.simulator_speed",

@@ -32,7 +32,7 @@ from benchmarks.cluster_server import MODEL
 from benchmarks.machine import describe
 from engine.errors import ConfigError
 from gateway.commands.migrate import put_key_file
-from gateway.store.lease_rows import DEAD_SECONDS
+from gateway.store.batch_rows import DEAD_SECONDS
 
 SERVERS, SLOTS, TENANTS = 3, 32, ("red", "blue")
 KEYS = {tenant: f"sk-{tenant}" for tenant in TENANTS}

@@ -23,7 +23,7 @@ from engine.api import (
 from engine.stream import RequestStream
 from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
-from gateway.batch.limits import BatchLimits
+from gateway.batch.run import BatchLimits
 from gateway.config import ServerConfig
 from gateway.server import run
 from gateway.store.folder import open_state

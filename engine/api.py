@@ -379,11 +379,6 @@ class EngineStats:
     pipelines: PipelineStats | None = None  # None if engines cannot drop layers
 
     @property
-    def online_tokens(self) -> tuple[int, int]:
-        """Return computed prompt and output tokens of online requests."""
-        return self.prefill_tokens - self.offline_prefill_tokens, self.decode_tokens - self.offline_decode_tokens
-
-    @property
     def offline_tokens(self) -> int:
         """Return computed prompt and output tokens of offline requests."""
         return self.offline_prefill_tokens + self.offline_decode_tokens

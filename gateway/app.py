@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -16,15 +16,15 @@ from engine.api import EngineClient
 from engine.errors import TidemillError
 from engine.text.tokenizer import Tokenizer
 from gateway import endpoints, health
-from gateway.batch import files, message_batches, parts, usage
+from gateway.batch import files, message_batches
 from gateway.batch import routes as batches
-from gateway.batch.limits import BatchLimits, BatchState
+from gateway.batch.files import MAX_OVERHEAD
 from gateway.batch.line import LineRunner
 from gateway.batch.metrics import BatchCollector
-from gateway.batch.notices import CommandRunner, Notifier, Sender, read_command
+from gateway.batch.notices import Notifier, read_target
+from gateway.batch.resources import BatchState
+from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import Ownership, TenantExchange
-from gateway.batch.uploads import MAX_OVERHEAD
-from gateway.batch.webhooks import WebhookRules, WebhookSender, read_rules
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
@@ -37,7 +37,6 @@ from gateway.http.quotas import Admissions
 from gateway.models import ModelNames
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
-from gateway.store.objects import Channel
 from gateway.telemetry.metrics import GatewayMetrics, LoopLag
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.tracing import TraceHeaders, Traces, find_endpoint
@@ -137,10 +136,7 @@ def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) 
     config = context.config
     # the middleware added last is the outermost
     held_bytes = MAX_HELD_BODIES * MAX_BODY_BYTES
-    streamed = {
-        "/v1/files": max_file_bytes + MAX_OVERHEAD,
-        "/v1/uploads/*/parts": parts.MAX_PART_BYTES + MAX_OVERHEAD,
-    }
+    streamed = {"/v1/files": max_file_bytes + MAX_OVERHEAD}
     larger = {message_batches.PATH: message_batches.MAX_BODY_BYTES}
     app.add_middleware(
         BodyLimit, max_body_bytes=MAX_BODY_BYTES, max_held_bytes=held_bytes, streamed=streamed, larger=larger
@@ -175,8 +171,7 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
         models=context.models,
     )
     ownership = Ownership(folder.store, keys)
-    rules = read_rules(os.environ)
-    notifier = Notifier(folder.store, _senders(rules, read_command(os.environ)))
+    notifier = Notifier(folder.store, read_target(os.environ))
     worker.on_end = notifier.wake
     tenants = TenantExchange(
         folder, keys, context.admissions, context.config.host, limits.beat_seconds, context.keys_changed
@@ -188,19 +183,10 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.lifecycle.ask_notice = lambda: folder.notice
     context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
     context.metrics.registry.register(BatchCollector(worker, ownership, notifier))
-    app.state.batches = BatchState(folder, limits, worker, tenants, rules)
-    context.metrics.on_end.append(partial(usage.count_request, tenants, context.metrics.engine_time))
-    for resource in (files, parts, batches, message_batches, usage):
+    app.state.batches = BatchState(folder, limits, worker, tenants)
+    context.metrics.on_end.append(partial(batches.count_request, tenants, context.metrics.engine_time))
+    for resource in (files, batches, message_batches):
         app.include_router(resource.router)
-
-
-def _senders(rules: WebhookRules | None, command: Sequence[str]) -> dict[Channel, Sender]:
-    senders: dict[Channel, Sender] = {}
-    if rules is not None:
-        senders[Channel.WEBHOOK] = WebhookSender(rules)
-    if command:
-        senders[Channel.COMMAND] = CommandRunner(command)
-    return senders
 
 
 def _describe_bodies(app: FastAPI) -> None:

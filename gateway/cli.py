@@ -279,7 +279,7 @@ def _serve_with(
     engine, tokenizer = _load(engine_config, server_config, folder, start.go_on)
     try:
         window = server_config.engines * engine.info.batch_lines
-        limits = importlib.import_module("gateway.batch.limits").BatchLimits(window_lines=window)
+        limits = importlib.import_module("gateway.batch.run").BatchLimits(window_lines=window)
         app = importlib.import_module("gateway.app").create_app(engine, tokenizer, server_config, folder, limits)
         start.go_on()
         return int(server.run(app, server_config))

@@ -18,7 +18,7 @@ from fake_engine import FakeEngine, Script
 from engine.api import EngineRequest
 from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
-from gateway.batch.limits import BatchLimits
+from gateway.batch.run import BatchLimits
 from gateway.config import ServerConfig
 from gateway.server import run
 from gateway.store.disk import Disk

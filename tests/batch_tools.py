@@ -19,8 +19,8 @@ from engine.text.tokenizer import Tokenizer
 from gateway.batch import finish as batch_finish
 from gateway.batch import input as batch_input
 from gateway.batch.feeder import RunLine
-from gateway.batch.limits import BatchLimits
 from gateway.batch.line import LineAnswer, LineOrigin
+from gateway.batch.run import BatchLimits
 from gateway.batch.worker import BatchWorker
 from gateway.store.clock import StoreClock
 from gateway.store.disk import Disk

@@ -18,7 +18,14 @@ from fixtures import StartServer
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
 from gateway.commands import batch_client
-from gateway.commands.batch_client import BatchClient, BatchProgress, duration_text, progress_text, shortened
+from gateway.commands.batch_client import (
+    BatchClient,
+    BatchProgress,
+    duration_text,
+    progress_text,
+    range_text,
+    shortened,
+)
 from gateway.commands.chat import ChatOptions
 from gateway.store.objects import Page
 
@@ -242,13 +249,15 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first == "in_progress [----------] 0/1,000 lines"
     assert second == "in_progress [#####-----] 500/1,000 lines, 10 failed  50.0 lines/s, 2,000 output tokens/s"
     monkeypatch.setattr(batch_client.time, "time", lambda: 1_000_000.0)
-    notes = {"tidemill.eta": "1000125", "tidemill.at_risk": "false"}
+    notes = {"tidemill.eta": "1000600-1000840", "tidemill.at_risk": "false"}
     estimated = a_batch(490, 10) | {"metadata": notes}
-    assert re.search(r"  done about \d\d:\d\d \(2:05\)$", progress.text(estimated)), "the server's own estimate"
+    assert re.search(r"  done in about 10 to 14 min \(\d\d:\d\d\)$", progress.text(estimated)), (
+        "the server's own estimate"
+    )
     late = estimated | {"metadata": notes | {"tidemill.at_risk": "true"}}
-    assert progress.text(late).endswith(" (2:05), may miss its window")
+    assert progress.text(late).endswith("), may miss its window")
     now[0] = 20.0
-    assert "done about" not in progress.text(a_batch(1000, tokens=20_001, status="completed"))
+    assert "done in" not in progress.text(a_batch(1000, tokens=20_001, status="completed"))
 
 
 def test_the_rate_is_that_of_the_last_half_minute() -> None:
@@ -263,7 +272,7 @@ def test_the_rate_is_that_of_the_last_half_minute() -> None:
 def test_without_a_terminal_there_is_a_line_for_each_percent_or_half_minute() -> None:
     out, now = io.StringIO(), [0.0]
     progress = BatchProgress(out, lambda: now[0])
-    estimated = a_batch(20) | {"metadata": {"tidemill.eta": str(int(time.time()) + 125)}}
+    estimated = a_batch(20) | {"metadata": {"tidemill.eta": f"{int(time.time()) + 65}-{int(time.time()) + 115}"}}
     for batch in (a_batch(0, total=0, status="validating"), a_batch(1), a_batch(2), a_batch(9), a_batch(10), estimated):
         now[0] += 1.0
         progress.show(batch)
@@ -272,9 +281,24 @@ def test_without_a_terminal_there_is_a_line_for_each_percent_or_half_minute() ->
     progress.end()
     lines = out.getvalue().splitlines()
     assert lines[:3] == ["validating: no lines yet", "in_progress: 1/1,000 lines", "in_progress: 10/1,000 lines"]
-    assert lines[3].startswith("in_progress: 20/1,000 lines  done about ") and lines[4:] == [
+    assert lines[3].startswith("in_progress: 20/1,000 lines  done in about 1 to 2 min ") and lines[4:] == [
         "in_progress: 21/1,000 lines"
     ]
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "text"),
+    [
+        (-5.0, 30.0, "less than 1 min"),
+        (610.0, 830.0, "about 10 to 14 min"),
+        (600.0, 660.0, "about 10 to 11 min"),
+        (6_000.0, 6_100.0, "about 1 to 2 h"),
+        (500_000.0, 600_000.0, "about 5 to 7 d"),
+        (1e9, 2e9, "about 11574 to 23149 d"),
+    ],
+)
+def test_ranges(least: float, most: float, text: str) -> None:
+    assert range_text(least, most) == text
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from batch_tools import FAST, add_batch, batch_server, batch_worker, check_ended
 from engine.text.tokenizer import Tokenizer
 from gateway.batch import finish as batch_finish
 from gateway.batch.input import InputReport
-from gateway.batch.limits import BatchLimits
-from gateway.batch.output import ResultBuilder
+from gateway.batch.results import ResultBuilder
+from gateway.batch.run import BatchLimits
 from gateway.store.objects import BatchStatus
 
 LINES = [line(i) for i in range(3)]

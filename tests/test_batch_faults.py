@@ -28,7 +28,7 @@ from batch_tools import (
 
 from engine.text.tokenizer import Tokenizer
 from gateway.batch import input as batch_input
-from gateway.batch.limits import BatchLimits
+from gateway.batch.run import BatchLimits
 from gateway.store.disk import Disk, StorageError
 
 ONE_BY_ONE = BatchLimits(window_lines=2, retry_seconds=0.01, tick_seconds=0.05, read_attempts=3)

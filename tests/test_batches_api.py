@@ -35,8 +35,8 @@ from fixtures import refuse_blocking
 from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import EngineStepError, EngineUnavailableError, QueueFullError
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.limits import BatchLimits
 from gateway.batch.routes import window_seconds
+from gateway.batch.run import BatchLimits
 from gateway.http.errors import ApiError
 
 Ready = tuple[Served, openai.AsyncOpenAI]

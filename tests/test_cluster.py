@@ -33,16 +33,15 @@ from test_store import NOW, a_batch, a_file
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.lengths import RANGES, AnswerLengths
-from gateway.batch.limits import BatchLimits
-from gateway.batch.line_order import Runs
+from gateway.batch.feed import Runs
+from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import TenantExchange
 from gateway.cli import main
 from gateway.http.keys import KeyStore
 from gateway.http.quotas import Admissions, Load
+from gateway.store.batch_rows import DEAD_SECONDS
 from gateway.store.disk import StorageError
 from gateway.store.folder import open_state
-from gateway.store.lease_rows import DEAD_SECONDS, AnswerSums
 from gateway.store.objects import BatchStatus, IllegalTransition, LineRef, LineResult, Usage
 from gateway.store.opening import Place
 from gateway.store.row_store import RowStore, put_keys
@@ -197,8 +196,6 @@ class LeaseMachine(RuleBasedStateMachine):
         if self.is_running:
             records = self.run(self.stores[0].line_records(self.batch, -1, 99))
             assert {each.ref.rank: each.start for each in records if each.succeeded} == self.lines
-            sums = self.run(self.stores[1].answer_sums(self.batch, RANGES)) if self.total else []
-            assert sum(each.n for each in sums) == len(self.lines) and sum(each.y for each in sums) == sum(self.lines)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=[pytest.mark.postgres, pytest.mark.slow])])
@@ -270,7 +267,7 @@ def test_servers_exchange_usage_loads_and_keys(three: list[RowStore], steps: lis
 
 async def test_servers_race_for_every_line(three: list[RowStore]) -> None:
     """Three servers answer lines of two batches at once, many of them twice: each line and its usage counts once."""
-    runs, dice = Runs(300, in_order=False), random.Random(1)
+    runs, dice = Runs(300), random.Random(1)
     blocks = [runs.ranks(index).start // runs.size for index in range(runs.count)]
     batches = [(await a_batch(three[0], tenant)).id for tenant in "ab"]
     for store in three:
@@ -298,21 +295,6 @@ async def test_servers_race_for_every_line(three: list[RowStore]) -> None:
     for batch in batches:
         ended = await three[1].load_batch(batch)
         assert (ended.completed, ended.usage) == (300, Usage(300, 0, sum(range(300))))
-
-
-def test_loaded_lengths_are_those_of_the_lines() -> None:
-    refs = [LineRef(rank, rank + 1, rank, 50 + rank % 7) for rank in range(640)]
-    own, loaded = AnswerLengths(640), AnswerLengths(640)
-    sums: dict[int, Counter[str]] = {}
-    for ref in refs[:400]:
-        own.add(ref, output := ref.rank % 32 + ref.length)
-        x, y = ref.length, output
-        sums.setdefault(ref.rank * RANGES // 640, Counter()).update(
-            {"n": 1, "x": x, "y": y, "xx": x * x, "xy": x * y, "yy": y * y}
-        )
-    loaded.load([AnswerSums(place=place, **found) for place, found in sums.items()])
-    assert (loaded.ended, loaded.bytes, loaded.is_known) == (own.ended, own.bytes, True)
-    assert [loaded.predictor()(ref) for ref in refs] == pytest.approx([own.predictor()(ref) for ref in refs], rel=0.05)
 
 
 FAST_BEATS = BatchLimits(retry_seconds=0.01, tick_seconds=0.05, beat_seconds=0.03)
@@ -375,7 +357,7 @@ async def test_lines_of_a_silent_server_run_elsewhere(
     postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that owns a batch falls silent with lines in its engine; when it comes back, its results are late."""
-    for module in ("store.lease_rows", "batch.cluster"):
+    for module in ("store.batch_rows", "batch.cluster"):
         monkeypatch.setattr(f"gateway.{module}.DEAD_SECONDS", 1)
     store = MemoryStore()
     monkeypatch.setattr("obstore.store.from_url", lambda *_, **__: store)

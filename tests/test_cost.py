@@ -18,9 +18,9 @@ from support.tables import for_each
 
 from engine.api import EngineStats, TokenCosts
 from engine.errors import InvalidRequestError
+from gateway.batch.feed import LineSizes
 from gateway.batch.forecast import Forecast
 from gateway.batch.input import check_input
-from gateway.batch.lengths import LineLengths
 from gateway.batch.line import read_head
 from gateway.endpoints import ENDPOINTS, POSTS
 from gateway.generate.tool_formats import END_THINK, FORMATS
@@ -192,12 +192,17 @@ def foresee(path: Path, endpoint: str) -> None:
     """Judge the outlook of a batch by the first lines of its file, before and after it runs."""
     head, forecast = read_head(path, endpoint), Forecast(lambda: EngineStats(token_costs=TokenCosts(1e-4, 1e-2)))
     waiting, running = (batch(name, total=5, endpoint=endpoint) for name in "ab")
-    forecast.update([(running, head or LineLengths(100, 20.0))], 1.0)
+    update(forecast, [(running, head or LineSizes(20.0))], 1.0)
     forecast.first(waiting, 100, 2.0, head).notes(waiting)
     forecast.line_ended(20, Usage(10, 0, 5))
-    forecast.update([(each, head or LineLengths(100, 20.0)) for each in (waiting, running)], 60.0)
+    update(forecast, [(each, head or LineSizes(20.0)) for each in (waiting, running)], 60.0)
     for each in (waiting, running):
         orjson.dumps(each.as_json(forecast.outlooks[each.id].notes(each)))
+
+
+def update(forecast: Forecast, jobs: list[tuple[BatchJob, LineSizes]], now: float) -> None:
+    for _ in forecast.update(jobs, now):
+        pass
 
 
 def batch(name: str, tenant: str = "t", total: int = 0, endpoint: str = "/v1/chat/completions") -> BatchJob:
@@ -210,12 +215,14 @@ def batch(name: str, tenant: str = "t", total: int = 0, endpoint: str = "/v1/cha
 @pytest.mark.parametrize("tenants", [1, 7, 10**9])
 def test_outlook_of_many_batches(tenants: int) -> None:
     def make(n: int) -> Work:
-        costs, lengths = TokenCosts(1e-4, 1e-2), LineLengths(1000, 100.0)
+        costs, lengths = TokenCosts(1e-4, 1e-2), LineSizes(100.0)
         jobs = [(batch(f"b{i}", f"t{i % tenants}", 1 + i * 7 % 1000), lengths) for i in range(n)]
 
         def work() -> None:
             forecast = Forecast(lambda: EngineStats(token_costs=costs))
-            forecast.update(jobs, 1.0)
+            forecast.line_ended(20, Usage(10, 0, 5))
+            forecast.pace.seconds = 10.0
+            update(forecast, jobs, 1.0)
             forecast.first(batch("new"), 1000, 2.0)
 
         return work

@@ -17,8 +17,8 @@ from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
 from test_batches_api import check_types
 
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.limits import BatchLimits
-from gateway.batch.uploads import MAX_OVERHEAD, MAX_PARTS
+from gateway.batch.files import MAX_OVERHEAD, MAX_PARTS
+from gateway.batch.run import BatchLimits
 from gateway.store.disk import StorageError
 
 Ready = tuple[Served, openai.AsyncOpenAI]

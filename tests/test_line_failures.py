@@ -39,10 +39,9 @@ from engine.errors import (
     WeightReadError,
 )
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.causes import Cause, cause_of, kind_of, retry_after
-from gateway.batch.failures import COMMON
-from gateway.batch.limits import BatchLimits
+from gateway.batch.failures import COMMON, Cause, cause_of, kind_of, retry_after
 from gateway.batch.line import LineAnswer, LineOrigin, LineRunner
+from gateway.batch.run import BatchLimits
 from gateway.batch.worker import BatchWorker
 from gateway.http.errors import ApiError
 from gateway.store.disk import StorageError

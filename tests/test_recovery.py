@@ -16,11 +16,11 @@ from test_journal import sql
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.limits import BatchLimits
+from gateway.batch.run import BatchLimits
 from gateway.store.disk import Disk, StorageError
-from gateway.store.file_rows import TOMBSTONE_SECONDS
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, BatchStatus, FileObject, Page, new_batch_id, new_file_id
+from gateway.store.rows import TOMBSTONE_SECONDS
 
 NOW = 1_800_000_000
 SLOW_TICKS = BatchLimits(tick_seconds=3600.0)

@@ -15,7 +15,6 @@ from batch_tools import open_remote, open_store
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError
-from gateway.store.file_rows import TOMBSTONE_SECONDS
 from gateway.store.folder import StateFolder, open_state
 from gateway.store.objects import (
     BatchJob,
@@ -31,6 +30,7 @@ from gateway.store.objects import (
     new_file_id,
 )
 from gateway.store.row_store import RowStore
+from gateway.store.rows import TOMBSTONE_SECONDS
 from gateway.store.schema import OLDEST, VERSION
 from gateway.store.sqlite import SqliteWriter, open_database
 

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
-from gateway.batch.result_rows import response_row
+from gateway.batch.results import response_row
 from gateway.commands.chat import RefusedError
 from gateway.commands.outputs import replacing
 from tidemill import Batch, BatchResult, tables

@@ -17,7 +17,7 @@ from fake_engine import MODEL, Script, Served
 from engine.api import EngineRequest, EngineStats, EngineView, TokenCosts
 from engine.text.tokenizer import Tokenizer
 from gateway import cli
-from gateway.batch.usage import Bill
+from gateway.batch.routes import Bill
 from gateway.store.objects import Usage
 from gateway.telemetry.engine_time import EngineTime
 from gateway.web import routes as web
@@ -164,10 +164,6 @@ ROUTES = {
     ("DELETE", "/v1/messages/batches/{message_batch_id}"): OPERATOR,
     ("POST", "/v1/messages/batches"): OWN,
     ("POST", "/v1/files"): OWN,
-    ("POST", "/v1/uploads"): OWN,
-    ("POST", "/v1/uploads/{upload_id}/parts"): OWN,
-    ("POST", "/v1/uploads/{upload_id}/complete"): OWN,
-    ("POST", "/v1/uploads/{upload_id}/cancel"): OWN,
     ("POST", "/v1/batches"): OWN,
     ("POST", "/v1/chat/completions"): OWN,
     ("POST", "/v1/completions"): OWN,

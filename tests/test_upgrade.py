@@ -10,6 +10,7 @@ import pytest
 from batch_tools import batch_server, check_ended, open_folder, until
 
 from engine.text.tokenizer import Tokenizer
+from gateway.store.objects import Page
 from gateway.store.schema import OLDEST, UPGRADES, VERSION
 
 KNOWN = json.loads(Path(__file__).with_name("state_schema_2.json").read_text())
@@ -58,3 +59,20 @@ async def test_an_upgraded_folder_has_its_files_batches_and_results(tokenizer: T
         names = [file.filename async for file in client.files.list()]
         assert names.count("in.jsonl") == 3
         assert len(served.engine.requests) == 8, "no line of the batch that had ended runs again"
+
+
+async def test_parts_of_unfinished_uploads_are_removed(tmp_path: Path) -> None:
+    """Schemas 5 to 9 stored the parts of an upload as files."""
+    write_state(tmp_path, 9)
+    part = "file-" + "a" * 32
+    (tmp_path / "files" / part).write_text("part")
+    with closing(sqlite3.connect(tmp_path / "tidemill.db")) as database:
+        row = (part, "default", 4, 1, "upload_1", "upload_part", 2_000_000_000)
+        columns = "id, tenant, bytes, created_at, filename, purpose, expires_at"
+        database.execute(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        database.commit()
+    folder = await open_folder(tmp_path)
+    files, _ = await folder.store.list_files(None, Page(1000), None, 1_900_000_000)
+    assert files and part not in {file.id for file in files}
+    assert part in await folder.store.expire_files(1_900_000_000, 1000)
+    await folder.close()

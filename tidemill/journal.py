@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from gateway.batch.result_rows import is_intact, is_sealed
+from gateway.batch.results import is_intact, is_sealed
 from gateway.commands.outputs import disk_error
 from tidemill.cells import parse_json
 from tidemill.recipe import is_answer, is_id

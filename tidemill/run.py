@@ -302,7 +302,7 @@ def _summary(states: Collection[dict[str, Any]], total: int, before: int) -> dic
         "status": "completed" if sum(counts.values()) >= total else "in_progress",
         "request_counts": {"total": total, **counts},
         "usage": {"output_tokens": sum((s.get("usage") or {}).get("output_tokens") or 0 for s in states)},
-        "metadata": {"tidemill.eta": str(max(ends))} if ends else {},
+        "metadata": {"tidemill.eta": "{}-{}".format(*map(max, zip(*ends, strict=True)))} if ends else {},
     }
 
 

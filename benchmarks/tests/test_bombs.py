@@ -25,8 +25,7 @@ from benchmarks import bombs
 from engine.text import chat_template
 from engine.text import tokenizer as text
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.envelope import read_envelope
-from gateway.batch.input import check_input
+from gateway.batch.input import check_input, read_envelope
 from gateway.generate import chat, wire
 from gateway.generate.answering import INLINE_BYTES, read_json
 from gateway.generate.messages import request as messages

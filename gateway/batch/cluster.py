@@ -5,49 +5,34 @@ Without a shared store, this server owns each batch and feeds all of its runs.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from engine.api import EngineStats, RequestClass
 from engine.panics import as_error
-from gateway.batch.feed import Window
-from gateway.batch.lengths import RANGES, AnswerLengths
-from gateway.batch.limits import BatchLimits
-from gateway.batch.line_order import Runs
+from gateway.batch.feed import Leases, Runs
+from gateway.batch.run import BatchRun
 from gateway.http.errors import log_unexpected
+from gateway.store.batch_rows import DEAD_SECONDS, Beat
 from gateway.store.disk import StorageError
-from gateway.store.lease_rows import DEAD_SECONDS, Beat
 from gateway.store.objects import BatchJob, IllegalTransition
-from gateway.store.row_store import RowStore
 
 LEAST_WINDOW, WAITING_SHARE, RESIZE_SECONDS = 32, 1.0, 0.5
 """Lines and share of the running lines that wait in the engine: enough to admit more, so few that no other server
 lacks lines at the end of a batch. Minimum seconds between two changes of the window."""
-RELOAD_GROWTH = 1.25
-"""Growth of the number of finished lines after which the lengths of answers are read again."""
 
 
 class Membership:
     """The part of this server. `stats`: current statistics of the engine; `rate`: own work per second."""
 
-    def __init__(
-        self,
-        store: RowStore,
-        limits: BatchLimits,
-        window: Window,
-        stats: Callable[[], EngineStats],
-        rate: Callable[[], float],
-    ) -> None:
-        self._store = store
-        self._limits = limits
-        self._window = window
+    def __init__(self, run: BatchRun, stats: Callable[[], EngineStats], rate: Callable[[], float]) -> None:
+        self._run = run
         self._stats = stats
         self._rate = rate
         self._beaten = asyncio.Event()
         self._steady_since: float | None = None
         self._last_beat = self._resized_at = 0.0
         self._owned: frozenset[str] = frozenset()
-        self._loaded: dict[str, int] = {}
         self.mine: set[str] = set()
         """Ids of the batches that this server owns."""
         self.num_servers = 1
@@ -55,7 +40,7 @@ class Membership:
 
     @property
     def is_shared(self) -> bool:
-        return self._store.is_shared
+        return self._run.store.is_shared
 
     async def run(self, apply: Callable[[Beat], Awaitable[None]]) -> None:
         """Pass each heartbeat to `apply`."""
@@ -66,11 +51,11 @@ class Membership:
                 pass  # the next heartbeat
             except BaseException as raised:
                 log_unexpected(as_error(raised))
-            await asyncio.sleep(self._limits.beat_seconds)
+            await asyncio.sleep(self._run.limits.beat_seconds)
 
     async def beat(self) -> Beat:
         """Record a heartbeat. Raises StorageError."""
-        beat = await self._store.beat(self._rate(), self._takes_over)
+        beat = await self._run.store.beat(self._rate(), self._takes_over)
         now = time.monotonic()
         if self._steady_since is None or now - self._last_beat > DEAD_SECONDS / 2:
             self._steady_since = now
@@ -94,7 +79,7 @@ class Membership:
         """Return whether this server owns a batch, after an attempt to take it. Raises StorageError."""
         if not self.is_shared:
             return True
-        if batch_id in self._owned or not await self._store.take_batch(batch_id, self._takes_over):
+        if batch_id in self._owned or not await self._run.store.take_batch(batch_id, self._takes_over):
             self.mine.discard(batch_id)
             return False
         self.mine.add(batch_id)
@@ -103,21 +88,14 @@ class Membership:
     async def begin(self, batch: BatchJob) -> None:
         """Make the runs of a batch available, if this server owns it. Raises StorageError and IllegalTransition."""
         if batch.id in self.mine or await self.own(batch.id):
-            runs = Runs(batch.total, in_order=False)
+            runs = Runs(batch.total)
             blocks = [runs.ranks(index).start // runs.size for index in range(runs.count)]
-            await self._store.add_runs(batch.id, runs.size, blocks)
+            await self._run.store.add_runs(batch.id, runs.size, blocks)
 
-    async def learn(self, batch: BatchJob, answers: AnswerLengths) -> None:
-        """Read the lengths of the answers of all servers, if many have been added. Raises StorageError."""
-        ended = batch.completed + batch.failed
-        if ended and ended >= RELOAD_GROWTH * self._loaded.get(batch.id, 0):
-            answers.load(await self._store.answer_sums(batch.id, RANGES))
-            self._loaded[batch.id] = ended
-
-    async def take_runs(self, batch: BatchJob, leases: "Leases", most: int) -> list[int]:
+    async def take_runs(self, batch: BatchJob, leases: Leases, most: int) -> list[int]:
         """Lease up to `most` runs. Raises StorageError."""
         ended = leases.ended
-        taken = await self._store.take_runs(batch.id, ended, most, self._takes_over)
+        taken = await self._run.store.take_runs(batch.id, ended, most, self._takes_over)
         leases.ended = [run for run in leases.ended if run not in ended]
         taken += leases.found
         leases.found = []
@@ -127,18 +105,17 @@ class Membership:
 
     async def release(self, batch_id: str) -> None:
         """Free this server's runs of a batch; if the store is away, they become free later."""
-        self._loaded.pop(batch_id, None)
         if self.is_shared:
             with suppress(StorageError):
-                await self._store.release_runs(batch_id)
+                await self._run.store.release_runs(batch_id)
 
     async def others_end(self, batch_id: str, seconds: float) -> None:
         """Wait until no other server feeds lines of a batch, at most for `seconds`. Raises StorageError."""
         until = time.monotonic() + seconds
-        while self.is_shared and await self._store.has_other_feeders(batch_id):
+        while self.is_shared and await self._run.store.has_other_feeders(batch_id):
             if time.monotonic() >= until:
                 return
-            await asyncio.sleep(self._limits.beat_seconds / 4)
+            await asyncio.sleep(self._run.limits.beat_seconds / 4)
 
     def resize(self) -> None:
         """Set the window to the lines that the engine runs, and some that wait."""
@@ -147,44 +124,10 @@ class Membership:
             self._resized_at = now
             running = self._stats().running.get(RequestClass.OFFLINE, 0)
             wanted = running + max(LEAST_WINDOW, round(WAITING_SHARE * running))
-            self._window.max_lines = min(self._limits.window_lines, wanted)
+            self._run.window.max_lines = min(self._run.limits.window_lines, wanted)
 
     def forget(self, batch_id: str) -> bool:
         """Forget a batch that has ended; return whether this server owned it."""
         is_owner = batch_id in self.mine or not self.is_shared
         self.mine.discard(batch_id)
         return is_owner
-
-
-class Leases:
-    """Runs of one batch that this server feeds. `ended`: runs whose lines all have results."""
-
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-        self._left: dict[int, int] = {}
-        self.ended: list[int] = []
-        self.found: list[int] = []
-        """Runs of this server that `begin` does not know yet."""
-
-    def begin(self, run: int) -> None:
-        self._left[run] = len(self._runs.ranks(run))
-
-    def lines_ended(self, ranks: Iterable[int]) -> None:
-        """Count lines whose results are stored."""
-        for rank in ranks:
-            run = self._runs.index(rank)
-            if run in self._left:
-                self._left[run] -= 1
-                if not self._left[run]:
-                    del self._left[run]
-                    self.ended.append(run)
-
-    def compare(self, runs: frozenset[int]) -> bool:
-        """Forget runs that are not in `runs`, which is the store's view; return whether some of `runs` were not known,
-        because the answer to their lease was lost."""
-        known = {*self._left, *self.ended, *self.found}
-        for run in known - runs:
-            self._left.pop(run, None)
-        self.ended, self.found = ([run for run in some if run in runs] for some in (self.ended, self.found))
-        self.found += sorted(runs - known)
-        return bool(self.found)

@@ -1,20 +1,100 @@
 """Order in which batches feed lines into the engine. Pure bookkeeping: no disk, no engine, no clock."""
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.api import Lane
 from gateway.batch.failures import Trials
-from gateway.batch.lengths import AnswerLengths, LineLengths
 from gateway.store.objects import BatchJob, LineRef, Usage
 
-if TYPE_CHECKING:
-    from gateway.batch.cluster import Leases
+NUM_RUNS = 128
+"""Least number of runs of a batch, as far as runs have RUN_LINES lines."""
+RUN_LINES = (8, 64)
+"""Minimum and maximum number of lines in a run."""
+GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+def by_deadline(batch: BatchJob) -> tuple[int, int, str]:
+    """Return the sort key of a tenant's batches: the earliest deadline first, then the first that was created."""
+    return batch.expires_at, batch.created_at, batch.id
+
+
+@dataclass(frozen=True, slots=True)
+class LineSizes:
+    """Sizes of a batch's first lines."""
+
+    line_bytes: float
+    """Mean bytes of a line."""
+    answers: tuple[float, ...] = ()
+    """Maximum output tokens of some of the lines; infinity for a line without a limit."""
+
+
+class Runs:
+    """Runs of ranks of a batch of `num_lines` lines in feeding order.
+
+    Lines are ranked by prefix. Runs of neighbours, which share prefixes, follow each other in golden-ratio steps
+    through the ranks. So at any time the finished lines are a fair sample of the batch: long prompts and long answers
+    mix in the engine, and the tokens of a line so far hold for the rest.
+    """
+
+    def __init__(self, num_lines: int) -> None:
+        self._num_lines = num_lines
+        least, most = RUN_LINES
+        self.size = min(max(num_lines // NUM_RUNS, least), most)
+        self.count = -(-num_lines // self.size)
+        self._step = max(1, round(GOLDEN * self.count))
+        while math.gcd(self._step, self.count) > 1:
+            self._step += 1
+        self._inverse = pow(self._step, -1, self.count) if self.count > 1 else 0
+
+    def ranks(self, index: int) -> range:
+        """Return the ranks of a run by its index in feeding order."""
+        start = index * self._step % self.count * self.size
+        return range(start, min(start + self.size, self._num_lines))
+
+    def index(self, rank: int) -> int:
+        """Return the index of the run with a rank."""
+        return rank // self.size * self._inverse % self.count
+
+
+class Leases:
+    """Runs of one batch that this server feeds. `ended`: runs whose lines all have results."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._left: dict[int, int] = {}
+        self.ended: list[int] = []
+        self.found: list[int] = []
+        """Runs of this server that `begin` does not know yet."""
+
+    def begin(self, run: int) -> None:
+        self._left[run] = len(self._runs.ranks(run))
+
+    def lines_ended(self, ranks: Iterable[int]) -> None:
+        """Count lines whose results are stored."""
+        for rank in ranks:
+            run = self._runs.index(rank)
+            if run in self._left:
+                self._left[run] -= 1
+                if not self._left[run]:
+                    del self._left[run]
+                    self.ended.append(run)
+
+    def compare(self, runs: frozenset[int]) -> bool:
+        """Forget runs that are not in `runs`, which is the store's view; return whether some of `runs` were not known,
+        because the answer to their lease was lost."""
+        known = {*self._left, *self.ended, *self.found}
+        for run in known - runs:
+            self._left.pop(run, None)
+        self.ended, self.found = ([run for run in some if run in runs] for some in (self.ended, self.found))
+        self.found += sorted(runs - known)
+        return bool(self.found)
 
 
 class FinishedLine(NamedTuple):
@@ -31,17 +111,15 @@ class Job:
     """A batch in progress."""
 
     batch: BatchJob
+    sizes: LineSizes
     next_run: int = 0
-    """Index of the next run of lines to feed (`gateway.batch.line_order`)."""
+    """Index of the next run of lines to feed (`Runs`)."""
     exhausted: bool = False
     """No run is left beyond `ahead`."""
     retry: deque[LineRef] = field(default_factory=deque)
     """Lines to feed again."""
     ahead: list[int] = field(default_factory=list)
     """Ranks of the next lines in feeding order."""
-    ordered: int = 0
-    """Finished lines when `ahead` was last ordered by expected length; 0: never."""
-    answers: AnswerLengths = field(default_factory=lambda: AnswerLengths(0))
     running: "set[asyncio.Task[None]]" = field(default_factory=set)
     """Lines in the engine."""
     unwritten: int = 0
@@ -50,7 +128,6 @@ class Job:
     """Set while `unwritten` is 0."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Feed no more lines: all lines have ended, or the batch has."""
-    last_turn: int = -1
     journal_end: int = 0
     """Byte offset of the next group of rows in the journal."""
     read_faults: int = 0
@@ -59,8 +136,6 @@ class Job:
     """No turn until the pause after a fault is over."""
     at_risk: bool = False
     """The batch may miss its completion window."""
-    lengths: LineLengths | None = None
-    """Lengths of the batch's lines, once loaded."""
     trials: Trials = field(default_factory=Trials)
     write_faults: int = 0
     """Consecutive unexpected failures to store results."""
@@ -68,7 +143,7 @@ class Job:
     """Lane (`at_risk`) and number in the queue of `FeedOrder`; None while the job does not wait for a turn."""
     closing: bool = False
     """The batch accepts no more results."""
-    leases: "Leases | None" = None
+    leases: Leases | None = None
     """Runs of this server, if servers share the batch."""
 
     @property
@@ -127,9 +202,9 @@ class Window:
 class FeedOrder:
     """Choose the job that feeds next.
 
-    Tenants share the window equally, and the jobs of a tenant share its part, as far as they have lines. Jobs at risk
-    of missing their completion window go first until they hold three quarters of the window. One turn feeds a run of
-    lines in key order, so that the engine receives lines with equal prefixes together.
+    Tenants share the window equally, as far as they have lines. Among the jobs of a tenant, the earliest deadline goes
+    first. Jobs at risk of missing their completion window precede others until they hold three quarters of the window.
+    One turn feeds a run of lines in key order, so that the engine receives lines with equal prefixes together.
 
     Call `offer` whenever a job may have lines to feed. `pick` costs O(tenants + jobs with lines in the window): jobs
     without a line in the window wait in a heap per tenant.
@@ -137,9 +212,8 @@ class FeedOrder:
 
     def __init__(self, window_lines: int) -> None:
         self.window_lines = window_lines
-        self._turn = 0
         self._numbers = count()
-        self._waiting: dict[tuple[bool, str], list[tuple[int, int, int, Job]]] = {}
+        self._waiting: dict[tuple[bool, str], list[tuple[tuple[int, int, str], int, Job]]] = {}
         self._holding: set[Job] = set()
         self.elsewhere: Mapping[str, int] = {}
         """Lines that other servers feed, by tenant."""
@@ -155,10 +229,10 @@ class FeedOrder:
         if job not in self._holding and not waits and job.hungry:
             job.place = (job.at_risk, next(self._numbers))
             heap = self._waiting.setdefault((job.at_risk, job.batch.tenant), [])
-            heappush(heap, (job.last_turn, job.batch.expires_at, job.place[1], job))
+            heappush(heap, (by_deadline(job.batch), job.place[1], job))
 
     def pick(self) -> Job | None:
-        """Return the job that feeds next and count its turn; None if no job has lines to feed."""
+        """Return the job that feeds next; None if no job has lines to feed."""
         for job in [job for job in self._holding if not job.num_held]:
             self._holding.remove(job)
             self.offer(job)
@@ -173,11 +247,9 @@ class FeedOrder:
         held: Counter[str] = Counter(self.elsewhere)
         for job in self._holding:
             held[job.batch.tenant] += job.num_held
-        job = min(hungry, key=lambda job: (held[job.batch.tenant], job.num_held, job.last_turn, job.batch.expires_at))
+        job = min(hungry, key=lambda job: (held[job.batch.tenant], by_deadline(job.batch)))
         job.place = None
         self._holding.add(job)
-        self._turn += 1
-        job.last_turn = self._turn
         return job
 
     def _first_waiting(self) -> list[Job]:

@@ -8,16 +8,13 @@ from contextlib import suppress
 
 from gateway.batch.input import InputReport, check_apart
 from gateway.batch.journal import JournalReader
-from gateway.batch.lengths import AnswerLengths
-from gateway.batch.limits import BatchLimits
-from gateway.batch.output import ResultBuilder
-from gateway.batch.results import StorageRetry, in_thread, to_end
+from gateway.batch.results import ResultBuilder
+from gateway.batch.run import BatchRun, in_thread, to_end
 from gateway.generate.threads import at_half_speed
 from gateway.http.errors import MESSAGES_PATH
 from gateway.http.quotas import TENANT_LIMIT
 from gateway.models import ModelNames
 from gateway.store.disk import StorageError, UnreadableError, read_errors
-from gateway.store.folder import StateFolder
 from gateway.store.objects import (
     GIVEN_UP,
     UNFINISHED_LINE,
@@ -48,20 +45,8 @@ class Finisher:
     """`max_lines`: maximum number of lines in a tenant's unfinished batches (None: no limit); `models`: names that a
     new batch may use (None: any)."""
 
-    def __init__(
-        self,
-        folder: StateFolder,
-        limits: BatchLimits,
-        retry: StorageRetry,
-        now: Callable[[], int],
-        max_lines: Callable[[str], int | None],
-        models: ModelNames | None = None,
-    ) -> None:
-        self._folder = folder
-        self._store = folder.store
-        self._limits = limits
-        self._retry = retry
-        self._now = now
+    def __init__(self, run: BatchRun, max_lines: Callable[[str], int | None], models: ModelNames | None = None) -> None:
+        self._run = run
         self._max_lines = max_lines
         self._models = models
         self._turn = asyncio.Semaphore(1)
@@ -79,7 +64,7 @@ class Finisher:
         self._hurried.add(batch_id)
         check = self._checks.get(batch_id)
         if check is not None:
-            soon = asyncio.get_running_loop().time() + self._limits.cancel_seconds
+            soon = asyncio.get_running_loop().time() + self._run.limits.cancel_seconds
             check.reschedule(min(soon, check.when() or soon))
 
     async def give_up(self, batch: BatchJob) -> None:
@@ -87,38 +72,39 @@ class Finisher:
         log.error("batch %s ends without results after repeated failures while %s", batch.id, batch.status)
         end = GIVEN_UP[batch.status]
         if end is BatchStatus.FAILED:
-            await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), [GIVEN_UP_ERROR]))
+            await self._run.retry.run(
+                lambda: self._run.store.move_batch(batch.id, end, self._run.clock.now(), [GIVEN_UP_ERROR])
+            )
             return
-        await self._retry.run(lambda: self._store.note_error(batch.id, GIVEN_UP_ERROR))
-        await self._retry.run(
-            lambda: self._store.finish_batch(batch.id, end, self._now(), None, None, (0, batch.total))
+        await self._run.retry.run(lambda: self._run.store.note_error(batch.id, GIVEN_UP_ERROR))
+        await self._run.retry.run(
+            lambda: self._run.store.finish_batch(batch.id, end, self._run.clock.now(), None, None, (0, batch.total))
         )
 
-    async def check_results(self, batch: BatchJob, answers: AnswerLengths) -> int:
+    async def check_results(self, batch: BatchJob) -> int:
         """Verify stored results and rerun lines whose result is damaged or missing. Return the journal offset of the
-        next result, and add the finished lines to `answers`. Raises IllegalTransition."""
-        counted = await self._retry.run(lambda: self._store.count_lines(batch.id))
+        next result. Raises IllegalTransition."""
+        counted = await self._run.retry.run(lambda: self._run.store.count_lines(batch.id))
         if counted != (batch.total, 0, 0) or batch.completed or batch.failed:
-            await self._while_readable(lambda lenient: self._retry.run(lambda: self._verify(batch, lenient, answers)))
-        return await self._retry.run(lambda: in_thread(lambda: self._end_of(batch.id)))
+            await self._while_readable(lambda lenient: self._run.retry.run(lambda: self._verify(batch, lenient)))
+        return await self._run.retry.run(lambda: in_thread(lambda: self._end_of(batch.id)))
 
     def _end_of(self, batch_id: str) -> int:
         """Return the journal's size in bytes, and make its directory entry durable."""
-        journal = self._folder.copy_journal(batch_id)
-        with self._folder.disk.storing():
+        journal = self._run.folder.copy_journal(batch_id)
+        with self._run.folder.disk.storing():
             try:
                 end = journal.stat().st_size
             except FileNotFoundError:
                 return 0
-            self._folder.disk.sync_folder(journal.parent)
+            self._run.folder.disk.sync_folder(journal.parent)
             return end
 
-    async def _verify(self, batch: BatchJob, lenient: bool, answers: AnswerLengths) -> None:
-        answers.clear()
-        journal = JournalReader(self._folder, batch.id, lenient, answers)
+    async def _verify(self, batch: BatchJob, lenient: bool) -> None:
+        journal = JournalReader(self._run.folder, batch.id, lenient)
         try:
             rank, num_lines = -1, 0
-            while records := await self._store.line_records(batch.id, rank, CHECKED_ROWS):
+            while records := await self._run.store.line_records(batch.id, rank, CHECKED_ROWS):
                 ended = [record for record in records if record.succeeded is not None]
                 await in_thread(lambda: at_half_speed(lambda: [journal.read(record) for record in ended]))  # noqa: B023
                 rank, num_lines = records[-1].ref.rank, num_lines + len(records)
@@ -137,18 +123,18 @@ class Finisher:
 
     async def _run_again(self, batch: BatchJob, journal: JournalReader) -> None:
         log.error("batch %s: %d results are damaged on the disk; their lines run again", batch.id, len(journal.damaged))
-        await to_end(self._store.run_again(batch.id, journal.damaged, journal.usage))
+        await to_end(self._run.store.run_again(batch.id, journal.damaged, journal.usage))
 
     async def _index_again(self, batch: BatchJob, lenient: bool) -> None:
         """Add lines that are missing in the database: the input file determines the offset of each."""
         report = await self._read_input(batch, lenient)
         if len(report.lines) == batch.total:
             for start in range(0, batch.total, INDEX_ROWS):
-                await self._store.add_lines(batch.id, report.lines.rows(start, start + INDEX_ROWS), first=False)
+                await self._run.store.add_lines(batch.id, report.lines.rows(start, start + INDEX_ROWS), first=False)
 
     async def finish(self, batch: BatchJob, status: BatchStatus) -> None:
         """Build the result files and end the batch. Raises IllegalTransition, after removing the files."""
-        await self._while_readable(lambda lenient: self._retry.run(lambda: self._build(batch, status, lenient)))
+        await self._while_readable(lambda lenient: self._run.retry.run(lambda: self._build(batch, status, lenient)))
 
     async def _while_readable(self, work: Callable[[bool], Awaitable[None]]) -> None:
         """Run `work(lenient)`, one batch at a time, and retry it with backoff after UnreadableError. After
@@ -157,42 +143,44 @@ class Finisher:
         while True:
             try:
                 async with self._turn:
-                    lenient = faults >= self._limits.read_attempts
+                    lenient = faults >= self._run.limits.read_attempts
                     if lenient:  # if the disk fails every read, pause instead of dropping lines
-                        await self._retry.run(lambda: in_thread(self._folder.check_disk))
+                        await self._run.retry.run(lambda: in_thread(self._run.folder.check_disk))
                     await work(lenient)
                 return
             except UnreadableError as error:
                 faults += 1
                 log.warning("a batch's file cannot be read (%s)", type(error.__cause__).__name__)
-                await asyncio.sleep(self._limits.back_off(faults))
+                await asyncio.sleep(self._run.limits.back_off(faults))
 
     async def _validate(self, batch: BatchJob, lenient: bool) -> None:
         models = None if batch.endpoint == MESSAGES_PATH else self._models  # there each message has its own error
-        report = await self._retry.run(lambda: self._read_input(batch, lenient, models))
+        report = await self._run.retry.run(lambda: self._read_input(batch, lenient, models))
         if report.errors:
             end = BatchStatus.CANCELLED if batch.status is BatchStatus.CANCELLING else BatchStatus.FAILED
-            await self._retry.run(lambda: self._store.move_batch(batch.id, end, self._now(), report.errors))
+            await self._run.retry.run(
+                lambda: self._run.store.move_batch(batch.id, end, self._run.clock.now(), report.errors)
+            )
             return
         for start in range(0, len(report.lines), INDEX_ROWS):
             rows = report.lines.rows(start, start + INDEX_ROWS)
-            await self._retry.run(lambda: self._store.add_lines(batch.id, rows, first=start == 0))  # noqa: B023
-        await self._retry.run(lambda: self._start(batch, len(report.lines), report.model))
+            await self._run.retry.run(lambda: self._run.store.add_lines(batch.id, rows, first=start == 0))  # noqa: B023
+        await self._run.retry.run(lambda: self._start(batch, len(report.lines), report.model))
 
     async def _start(self, batch: BatchJob, total: int, model: str | None) -> None:
         limit = self._max_lines(batch.tenant)
         try:
-            await self._store.start_batch(batch.id, total, model, self._now(), limit)
+            await self._run.store.start_batch(batch.id, total, model, self._run.clock.now(), limit)
         except LineQuota as error:
             message = (
                 f"The batch has {total} lines and unfinished batches have {error.used}: the limit is 'lines={limit}'."
             )
             refusal = InputError(TENANT_LIMIT, message)
-            await self._store.move_batch(batch.id, BatchStatus.FAILED, self._now(), [refusal])
+            await self._run.store.move_batch(batch.id, BatchStatus.FAILED, self._run.clock.now(), [refusal])
 
     async def _read_input(self, batch: BatchJob, lenient: bool, models: ModelNames | None = None) -> InputReport:
         try:
-            with read_errors(self._folder.file_path(batch.input_file_id)):
+            with read_errors(self._run.folder.file_path(batch.input_file_id)):
                 return await self._check(batch, models)
         except UnreadableError as error:
             if error.gone or lenient:
@@ -201,7 +189,7 @@ class Finisher:
 
     async def _check(self, batch: BatchJob, models: ModelNames | None) -> InputReport:
         """Check the input. Raises _CheckTimeout after the time limit: an OSError would blame the file."""
-        path, limits = await in_thread(lambda: self._folder.copy_body(batch.input_file_id)), self._limits
+        path, limits = await in_thread(lambda: self._run.folder.copy_body(batch.input_file_id)), self._run.limits
         cancelling = batch.status is BatchStatus.CANCELLING or batch.id in self._hurried
         try:
             async with asyncio.timeout(limits.cancel_seconds if cancelling else limits.check_seconds) as check:
@@ -215,16 +203,16 @@ class Finisher:
             self._checks.pop(batch.id, None)
 
     async def _build(self, batch: BatchJob, status: BatchStatus, lenient: bool) -> None:
-        await self._folder.settle()
-        if (await self._store.load_batch(batch.id)).status is status:
+        await self._run.folder.settle()
+        if (await self._run.store.load_batch(batch.id)).status is status:
             return  # an earlier attempt ended the batch after all
         unfinished = UNFINISHED_LINE.get(status, _NO_CODE)
         builder = ResultBuilder(
-            self._folder, batch.id, batch.input_file_id, unfinished, lenient, self._limits.line_bytes
+            self._run.folder, batch.id, batch.input_file_id, unfinished, lenient, self._run.limits.line_bytes
         )
         try:
             rank = -1
-            while records := await self._store.line_records(batch.id, rank, RECORD_ROWS):
+            while records := await self._run.store.line_records(batch.id, rank, RECORD_ROWS):
                 await in_thread(lambda: at_half_speed(lambda: builder.add(records)))
                 rank = records[-1].ref.rank
             if builder.journal.damaged and status is BatchStatus.COMPLETED and self._has_rounds(batch):
@@ -239,7 +227,7 @@ class Finisher:
         """Return whether damaged results may be computed again. The limit lets a batch end on a disk that damages every
         row."""
         self._rounds[batch.id] += 1
-        return self._rounds[batch.id] <= self._limits.attempts
+        return self._rounds[batch.id] <= self._run.limits.attempts
 
     async def _check_rows(self, batch: BatchJob, builder: ResultBuilder) -> None:
         """Record an error on the batch unless its files have a row for each line."""
@@ -247,13 +235,13 @@ class Finisher:
         if rows != batch.total:
             log.error("batch %s: its files have %d rows for %d lines", batch.id, rows, batch.total)
             message = f"The result files have {rows} rows for {batch.total} lines; resend the lines that lack a row."
-            await self._store.note_error(batch.id, InputError("results_incomplete", message))
+            await self._run.store.note_error(batch.id, InputError("results_incomplete", message))
 
     async def _publish(self, batch: BatchJob, status: BatchStatus, builder: ResultBuilder) -> None:
         ids = (new_file_id(), new_file_id())
         parts = zip(ids, (builder.output, builder.errors), strict=True)
-        await self._store.announce_files([file_id for file_id, part in parts if part.rows])
-        now = self._now()
+        await self._run.store.announce_files([file_id for file_id, part in parts if part.rows])
+        now = self._run.clock.now()
         completed, usage = builder.output.rows, builder.journal.usage
         # as in OpenAI's API, lines without a result are not failed: the batch expired or was cancelled before
         counts = completed, batch.total - completed - (builder.num_unfinished if status in UNFINISHED_LINE else 0)
@@ -261,9 +249,9 @@ class Finisher:
             await in_thread(lambda: builder.publish(*ids))
             output = self._result_file(batch, ids[0], "output", builder.output.size, now)
             errors = self._result_file(batch, ids[1], "error", builder.errors.size, now)
-            await to_end(self._store.finish_batch(batch.id, status, now, output, errors, counts, usage))
+            await to_end(self._run.store.finish_batch(batch.id, status, now, output, errors, counts, usage))
         except (StorageError, IllegalTransition) as error:
-            await to_end(self._folder.withdraw(error, *ids))
+            await to_end(self._run.folder.withdraw(error, *ids))
             raise
 
     def _result_file(self, batch: BatchJob, file_id: str, kind: str, size: int, now: int) -> FileObject | None:
@@ -279,4 +267,4 @@ class Finisher:
         del self._rounds[batch.id]
         if not batch.is_damaged:  # the journal of a damaged batch holds its only results
             with suppress(StorageError):
-                self._folder.remove_journal(batch.id, is_owner=is_owner)
+                self._run.folder.remove_journal(batch.id, is_owner=is_owner)

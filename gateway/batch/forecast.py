@@ -1,73 +1,150 @@
-"""Forecast the end of each batch and whether it may miss its completion window. Pure: no disk, no engine, no clock.
+"""Forecast the end of each batch and whether it may miss its completion window: remaining work divided by a rate.
 
-Work is measured in predicted engine seconds (`TokenCosts`), so that a pace measured with one job's prompts and answers
-applies to other jobs. The remaining work of a job follows from the bytes of its pending lines and the tokens of its
-finished lines; before enough lines have finished, from the averages of all jobs, capped by the lines' answer limits.
-Output of unfinished lines counts as done, less the price of computing it again as a prompt, since a preemption may cost
-that. The pace is the work per second while batch work was present: for the next minutes that of the last minutes, for
-later work that of a longer time. At first it is the share of the machine that current online work leaves free. After
-two days the pace is that per second which online work leaves, and online work is expected by time of day.
-
-A job is at risk if it would end too late with all jobs served equally. The priority given to jobs at risk does not
-enter this decision, so it cannot reverse it.
+Work is tokens weighted by their cost (`TokenCosts`), so that a rate measured with the prompts and answers of one batch
+applies to others. Batches are fed by deadline, and tenants share alike (`gateway.batch.feed`): a batch ends when its
+tenant's batches up to its deadline have ended, and every other tenant has received as much work or has none left.
+`LaneUpdater` applies the forecast while batches run; everything else is pure: no disk, no engine, no clock.
 """
 
-import math
+import asyncio
+import time
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import accumulate
 
-from engine.api import EngineStats, RequestClass, TokenCosts
-from gateway.batch.lengths import LineLengths
-from gateway.batch.pace import OnlineUse, Pace, Room
-from gateway.batch.shares import JobLoad, Shares
+from engine.api import EngineStats, Lane, TokenCosts
+from engine.panics import as_error
+from gateway.batch.feed import LineSizes, by_deadline
+from gateway.batch.run import BatchRun
+from gateway.http.errors import log_unexpected
 from gateway.store.objects import BatchJob, Usage
 
+HALF_LIFE = 600.0
+"""Half-life of the measured rate, in seconds with batch work."""
+LEAST_SEEN = 2.0
+"""Seconds of batch work before the rate is known."""
+MAX_STEP = 120.0
+"""Maximum seconds counted between two measurements: the clock may be set."""
+LINE_DECAY = 0.998
+"""Factor on the sums over finished lines with each line: an average over about 500 lines."""
+FIRST_PROMPT_TOKENS_PER_BYTE, FIRST_OUTPUT_TOKENS, FIRST_LINE_BYTES = 0.25, 64.0, 400.0
+"""Assumptions before the first line has finished."""
 LEAST_LINES = 8
-"""Finished lines of a job from which only its own token counts are used."""
-RESIDUE = 0.4
-"""Output that a line has left on average once it is longer than expected, as a share of its output so far."""
-EULER = 0.5772
-"""Euler's constant: the expected maximum of n exponential variables of mean 1 is about ln n + EULER."""
+"""Finished lines of a batch from which only its own token counts are used."""
+SPREAD, LEAST_SPREAD = 1 / 6, 15.0
+"""Distance of the ends of a new range from the expected end: a share of the time left, and at least these seconds."""
+SHRINK = 2.0
+"""A range is narrowed when it is wider than a new one by this factor."""
 ENTER_MARGIN, LEAVE_MARGIN = 1.1, 1.25
-"""Factors on the expected time: a job is at risk if it would end late at ENTER_MARGIN, until it would not at
+"""Factors on the expected time: a batch is at risk if it would end late at ENTER_MARGIN, until it would not at
 LEAVE_MARGIN."""
-STEP_JOBS = 32
-"""Jobs per step of an update."""
+MAX_WORK = 1e15
+"""Maximum work of one batch, so that sums over all batches stay finite and precise."""
 HORIZON = 3e9
-"""Seconds (about a century) beyond which a job has no expected end."""
+"""Seconds (about a century) beyond which a batch has no expected end."""
+STEP_JOBS = 32
+"""Batches per step of an update."""
+UPDATE_SECONDS, SLICE_SECONDS = 2.0, 0.0005
+"""Minimum time between two updates of all batches, and maximum time for which an update holds the event loop."""
 
 
-class TokensLeft(NamedTuple):
-    """Estimate of what a job has left."""
+class EndRange:
+    """Range of times that contains the expected end, and does not jump.
 
-    prompt: float
-    """Prompt tokens to compute."""
-    output: float
-    longest: float = 0.0
-    """Output tokens of the line with the most left; they take a step each, however much room there is."""
+    It stays while the expected end is within it. If the end leaves the range, the range follows by at most its own
+    width in one update, so that it always meets the range before. As the end approaches, the range shrinks within
+    itself.
+    """
 
-    held: int = 0
-    """Output tokens of unfinished lines so far."""
+    def __init__(self) -> None:
+        self._bounds: tuple[float, float] | None = None
+
+    def update(self, end: float, now: float) -> tuple[float, float]:
+        """Return the earliest and the latest end, in seconds like `now`; `end`: the expected end, at least `now`."""
+        half = max(LEAST_SPREAD, SPREAD * (end - now))
+        if self._bounds is None:
+            self._bounds = (end - half, end + half)
+        low, high = self._bounds
+        width = high - low
+        if end > high:
+            reached = min(high + width, end + half)
+            low, high = min(high, max(low, reached - 2.0 * half)), reached
+        elif end < low:
+            reached = max(low - width, end - half)
+            low, high = reached, max(low, min(high, reached + 2.0 * half))
+        elif width > SHRINK * 2.0 * half:
+            low, high = max(low, end - half), min(high, end + half)
+        self._bounds = (low, high)
+        return max(now, low), max(now, high)
+
+
+class Pace:
+    """Measured throughput of batch work."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """Seconds with batch work, decayed."""
+        self._work = self._tokens = self._held = 0.0
+        self._lines = self._bytes = self._prompts = self._outputs = 0.0
+        self._last: float | None = None
+
+    def advance(self, now: float, busy: bool, held: float = 0.0) -> None:
+        """Advance to `now`; `busy`: batch work was present since the last call; `held`: work done so far for unfinished
+        lines."""
+        step = 0.0 if self._last is None else min(max(0.0, now - self._last), MAX_STEP)
+        self._last = now
+        if busy:
+            decay = 0.5 ** (step / HALF_LIFE)
+            self.seconds = self.seconds * decay + step
+            self._work, self._tokens = self._work * decay, self._tokens * decay
+        self._work += held - self._held
+        self._held = held
+
+    def line_ended(self, num_bytes: int, usage: Usage, work: float) -> None:
+        """Count a finished line of `num_bytes` bytes, successful or not."""
+        self._work += work
+        self._tokens += usage.input_tokens + usage.output_tokens
+        self._lines = self._lines * LINE_DECAY + 1
+        self._bytes = self._bytes * LINE_DECAY + num_bytes
+        self._prompts = self._prompts * LINE_DECAY + usage.input_tokens - usage.cached_tokens
+        self._outputs = self._outputs * LINE_DECAY + usage.output_tokens
 
     @property
-    def total(self) -> float:
-        return self.prompt + self.output
+    def rate(self) -> float | None:
+        """Work per second of time with batch work; None before the first measurement."""
+        return self._work / self.seconds if self.seconds >= LEAST_SEEN and self._work > 0 else None
 
-    def work(self, prices: TokenCosts) -> float:
-        return prices.of(self.prompt, self.output) + min(prices) * self.held
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt and output tokens of finished lines per second of batch work."""
+        return self._tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def prompt_tokens_per_byte(self) -> float:
+        """Computed (not cached) prompt tokens per byte of input."""
+        return self._prompts / self._bytes if self._bytes else FIRST_PROMPT_TOKENS_PER_BYTE
+
+    @property
+    def output_per_line(self) -> float:
+        return self._outputs / self._lines if self._lines else FIRST_OUTPUT_TOKENS
+
+    @property
+    def bytes_per_line(self) -> float:
+        return self._bytes / self._lines if self._lines else FIRST_LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Forecast of one job."""
+    """Forecast of one batch."""
 
-    eta: float | None
-    """Expected end in Unix seconds; None if unknown."""
+    eta: tuple[float, float] | None
+    """Earliest and latest expected end in Unix seconds; None if unknown."""
     at_risk: bool
-    """The job would end after its window if all jobs were served equally."""
+    """The batch would end after its window in the order of deadlines."""
     misses: bool
-    """The job is expected to end after its window even with the priority of jobs at risk."""
+    """The batch would end after its window even if it ran alone."""
     tokens: float
     """Estimated prompt and output tokens left."""
 
@@ -78,7 +155,7 @@ class Outlook:
             "tidemill.remaining_tokens": str(round(self.tokens)),
         }
         if self.eta is not None:
-            notes["tidemill.eta"] = str(round(self.eta))
+            notes["tidemill.eta"] = f"{self.eta[0]:.0f}-{self.eta[1]:.0f}"
         if self.misses:
             notes["tidemill.warning"] = (
                 f"At the current pace this batch will not finish within its completion window "
@@ -88,146 +165,125 @@ class Outlook:
 
 
 class Forecast:
-    """Outlooks of all jobs. `stats()` returns the engine's current statistics."""
+    """Outlooks of all batches in progress. `stats()` returns the engine's current statistics."""
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._ask = stats
         self._stats = EngineStats()
-        self._step_seconds = 0.0
-        self._online = OnlineUse()
-        self._room: Room | None = None
-        self._alike = Shares()
-        self._helped = Shares()
-        self._added: dict[str, Outlook] = {}
+        self._ranges: dict[str, EndRange] = {}
         self.pace = Pace()
         self.outlooks: dict[str, Outlook] = {}
         self.elsewhere = 0.0
-        """Work per second of other servers on the same jobs."""
+        """Work per second of other servers on the same batches."""
 
     def line_ended(self, num_bytes: int, usage: Usage) -> None:
         """Count a finished line of `num_bytes` bytes, successful or not."""
-        work = self._prices().of(usage.input_tokens - usage.cached_tokens, usage.output_tokens)
+        work = self._costs.of(usage.input_tokens - usage.cached_tokens, usage.output_tokens)
         self.pace.line_ended(num_bytes, usage, work)
 
-    def update(self, jobs: Sequence[tuple[BatchJob, LineLengths]], now: float) -> None:
-        """Recompute the outlooks of all jobs in progress."""
-        for _ in self.steps(jobs, now):
-            pass
-
-    def steps(self, jobs: Sequence[tuple[BatchJob, LineLengths]], now: float) -> Iterator[None]:
-        """Do the work of `update` in steps of well under 1 ms; the old outlooks stay valid until the last step."""
-        self._look(now)
-        prices = self._prices()
-        held = (prices.decode - min(prices)) * sum(self._stats.job_tokens.values())
-        self.pace.advance(now, bool(jobs), held, self._online.left_last)
-        self._added = {}
-        alike, helped, outlooks = Shares(), Shares(), {}
-        loads: list[tuple[BatchJob, JobLoad, TokensLeft]] = []
-        for index, (batch, lengths) in enumerate(jobs):
-            left = self._tokens_left(batch, lengths)
-            load = JobLoad(batch.id, batch.tenant, left.work(prices))
-            loads.append((batch, load, left))
-            alike.add(load)
+    def update(self, jobs: Sequence[tuple[BatchJob, LineSizes]], now: float) -> Iterator[None]:
+        """Recompute the outlooks in steps of well under 1 ms; the old ones stay valid until the last step."""
+        self._stats = self._ask()
+        self.pace.advance(now, bool(jobs), self._costs.of(0, sum(self._stats.job_tokens.values())))
+        totals: defaultdict[str, float] = defaultdict(float)  # work by tenant
+        loads: list[tuple[BatchJob, float, float, float]] = []  # with tokens, work, and the tenant's work until the end
+        for index, (batch, sizes) in enumerate(sorted(jobs, key=lambda job: by_deadline(job[0]))):
+            prompt, output = self._tokens_left(batch, sizes)
+            work = min(MAX_WORK, self._costs.of(prompt, output))
+            totals[batch.tenant] += work
+            loads.append((batch, prompt + output, work, totals[batch.tenant]))
             if index % STEP_JOBS == 0:
                 yield
-        alike.seal()
-        yield
-        for index, (batch, load, left) in enumerate(loads):
-            at_risk = self._is_known and self._is_at_risk(batch, self._seconds(alike, load, left), now)
-            loads[index] = (batch, replace(load, at_risk=at_risk), left)
-            helped.add(loads[index][1])
+        works = sorted(totals.values())
+        sums = list(accumulate(works, initial=0.0))
+        outlooks, ranges = {}, {}
+        for index, (batch, tokens, work, level) in enumerate(loads):
+            above = bisect_right(works, level)
+            ranges[batch.id] = self._ranges.get(batch.id) or EndRange()
+            done = sums[above] + (len(works) - above) * level
+            outlooks[batch.id] = self._outlook(batch, tokens, work, done, now, ranges[batch.id])
             if index % STEP_JOBS == 0:
                 yield
-        helped.seal()
-        yield
-        for index, (batch, load, left) in enumerate(loads):
-            seconds = self._seconds(helped, load, left)
-            outlooks[batch.id] = self._outlook(batch, load.at_risk, seconds, left.total, now)
-            if index % STEP_JOBS == 0:
-                yield
-        self._alike, self._helped = alike, helped
-        self.outlooks = {**outlooks, **self._added}
+        self.outlooks, self._ranges = outlooks, ranges
 
-    def add(self, batch: BatchJob, lengths: LineLengths, now: float) -> Outlook:
-        """Return the outlook of a job that has just begun, given the jobs of the last update."""
-        outlook = self.outlooks[batch.id] = self._added[batch.id] = self._beside(
-            batch, self._tokens_left(batch, lengths), now
-        )
-        return outlook
-
-    def first(self, batch: BatchJob, num_bytes: int, now: float, head: LineLengths | None = None) -> Outlook:
-        """Return the outlook of a new batch from its size and first lines, given the jobs of the last update."""
+    def first(self, batch: BatchJob, num_bytes: int, now: float, sizes: LineSizes | None = None) -> Outlook:
+        """Return the outlook of a new batch, from the size of its file and its first lines, as if it ran alone."""
         if batch.id in self.outlooks:  # a repeated request with the same idempotency key
             return self.outlooks[batch.id]
-        self._look(now)
-        lines = num_bytes / (self.pace.bytes_per_line if head is None else head.pending_line)
-        per_line = self._output_per_line(() if head is None else head.answers)
-        return self._beside(batch, TokensLeft(num_bytes * self.pace.tokens_per_byte, lines * per_line), now)
+        sizes = sizes or LineSizes(self.pace.bytes_per_line)
+        output = num_bytes / sizes.line_bytes * self._output_per_line(sizes)
+        prompt = num_bytes * self.pace.prompt_tokens_per_byte
+        work = min(MAX_WORK, self._costs.of(prompt, output))
+        return self._outlook(batch, prompt + output, work, work, now, EndRange())
 
-    def _beside(self, batch: BatchJob, left: TokensLeft, now: float) -> Outlook:
-        load = JobLoad(batch.id, batch.tenant, left.work(self._prices()))
-        at_risk = self._is_known and self._is_at_risk(batch, self._seconds(self._alike, load, left, is_new=True), now)
-        seconds = self._seconds(self._helped, replace(load, at_risk=at_risk), left, is_new=True)
-        return self._outlook(batch, at_risk, seconds, left.total, now)
-
-    def _outlook(self, batch: BatchJob, at_risk: bool, seconds: float, tokens: float, now: float) -> Outlook:
-        if not self._is_known:
+    def _outlook(self, batch: BatchJob, tokens: float, work: float, done: float, now: float, end: EndRange) -> Outlook:
+        """Return the outlook of a batch with `work` left that ends after `done` of all work."""
+        if self.pace.rate is None:
             return Outlook(None, False, False, tokens)
-        known = self.pace.rate is not None and seconds < HORIZON
-        return Outlook(now + seconds if known else None, at_risk, now + seconds > batch.expires_at, tokens)
+        rate, before = self.pace.rate + self.elsewhere, self.outlooks.get(batch.id)
+        seconds = done / rate
+        margin = LEAVE_MARGIN if before is not None and before.at_risk else ENTER_MARGIN
+        at_risk, misses = now + margin * seconds > batch.expires_at, now + work / rate > batch.expires_at
+        return Outlook(end.update(now + seconds, now) if seconds < HORIZON else None, at_risk, misses, tokens)
 
     @property
-    def _is_known(self) -> bool:
-        """Whether the pace is known, from a latency model or from finished lines."""
-        return self._stats.token_costs is not None or self.pace.rate is not None
-
-    def _seconds(self, shares: Shares, load: JobLoad, left: TokensLeft, *, is_new: bool = False) -> float:
-        """Return the time until a job ends among the jobs of `shares`."""
-        first = None if self._stats.token_costs is None else self._online.left
-        own = self.pace.rate
-        share = 1.0 if own is None else own / (own + self.elsewhere)
-        seconds = self.pace.seconds(share * shares.seconds(load, 1.0, is_new=is_new), first, self._room)
-        return max(seconds, left.longest * self._step_seconds)
-
-    def _look(self, now: float) -> None:
-        before, self._stats = self._stats, self._ask()
-        if (steps := self._stats.steps - before.steps) > 0:
-            self._step_seconds = (self._stats.step_seconds - before.step_seconds) / steps
-        self._online.advance(now, self._stats.online_tokens, self._prices())
-        self._room = None if self._stats.token_costs is None else self._online.room()
-
-    def _output_per_line(self, answers: Sequence[float]) -> float:
-        """Return the mean output tokens over all jobs, capped by the answer limits of this job's lines."""
-        usual = self.pace.output_per_line
-        return sum(min(usual, most) for most in answers) / len(answers) if answers else usual
-
-    def _prices(self) -> TokenCosts:
+    def _costs(self) -> TokenCosts:
         return self._stats.token_costs or TokenCosts()
 
-    def _tokens_left(self, batch: BatchJob, lengths: LineLengths) -> TokensLeft:
-        learned, line, held = lengths.learned, lengths.pending_line, self._stats.job_tokens.get(batch.id, 0)
-        if learned is not None and 0 < learned.ended < learned.num_lines:
-            line = (lengths.total_bytes - learned.bytes) / (learned.num_lines - learned.ended)
-        pending = line * batch.remaining
-        finished_bytes = lengths.total_bytes - pending
-        per_byte, per_line = self.pace.tokens_per_byte, self._output_per_line(lengths.answers)
-        running = max(1, min(batch.remaining, self._stats.running.get(RequestClass.OFFLINE, 0)))
-        longest = RESIDUE * held / running
-        if batch.completed > 0 and finished_bytes > 0:
+    def _output_per_line(self, sizes: LineSizes) -> float:
+        """Return the mean output tokens over all batches, capped by the answer limits of this batch's lines."""
+        usual = self.pace.output_per_line
+        return sum(min(usual, most) for most in sizes.answers) / len(sizes.answers) if sizes.answers else usual
+
+    def _tokens_left(self, batch: BatchJob, sizes: LineSizes) -> tuple[float, float]:
+        """Return the prompt tokens to compute and the output tokens that a batch has left."""
+        prompt, output = sizes.line_bytes * self.pace.prompt_tokens_per_byte, self._output_per_line(sizes)
+        if batch.completed > 0:
             own = min(1.0, batch.completed / LEAST_LINES)
             computed = batch.usage.input_tokens - batch.usage.cached_tokens
-            per_byte += own * (computed / finished_bytes - per_byte)
-            mean = (batch.usage.output_tokens + held) / batch.completed  # running lines have longer answers
-            if learned is not None and learned.is_known:
-                mean, longest = learned.left(line), max(longest, learned.longest_left - held / running)
-            else:  # the expected maximum of exponential lengths
-                longest = mean * (math.log(running) + EULER)
-            per_line += own * (mean - per_line)
-        expected = batch.remaining * per_line - held
-        output = expected / 2 + math.hypot(expected / 2, RESIDUE * held)  # a smooth maximum
-        return TokensLeft(pending * per_byte, output, min(longest, max(lengths.answers, default=math.inf)), held)
+            prompt += own * (computed / batch.completed - prompt)
+            output += own * (batch.usage.output_tokens / batch.completed - output)
+        held = self._stats.job_tokens.get(batch.id, 0)
+        return prompt * batch.remaining, max(0.0, output * batch.remaining - held)
 
-    def _is_at_risk(self, batch: BatchJob, seconds: float, now: float) -> bool:
-        before = self.outlooks.get(batch.id)
-        margin = LEAVE_MARGIN if before is not None and before.at_risk else ENTER_MARGIN
-        return now + margin * seconds > batch.expires_at
+
+class LaneUpdater:
+    """Update the forecast while batches run, and move batches at risk to the engine's urgent lane.
+
+    `set_lane` moves the lines of a batch in the engine to another lane.
+    """
+
+    def __init__(self, run: BatchRun, forecast: Forecast, set_lane: Callable[[str, Lane], None]) -> None:
+        self._run = run
+        self._forecast = forecast
+        self._set_lane = set_lane
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self.update()
+            except BaseException as raised:
+                log_unexpected(as_error(raised))
+            await asyncio.sleep(UPDATE_SECONDS)
+
+    def changed(self) -> None:
+        """Schedule an update of all batches: a line has ended, a batch has begun, or time has passed."""
+        self._changed.set()
+
+    async def update(self) -> None:
+        """Update the forecast of all batches, and apply it."""
+        jobs = [job for job in self._run.jobs.values() if not job.settled.is_set()]
+        begun = time.perf_counter()
+        for _ in self._forecast.update([(job.batch, job.sizes) for job in jobs], self._run.clock.now()):
+            if time.perf_counter() - begun >= SLICE_SECONDS:
+                await asyncio.sleep(0)
+                begun = time.perf_counter()
+        for job in jobs:
+            outlook = self._forecast.outlooks.get(job.batch.id)
+            if outlook is not None and outlook.at_risk is not job.at_risk:
+                job.at_risk = outlook.at_risk
+                self._set_lane(job.batch.id, job.lane)
+                self._run.offer(job)

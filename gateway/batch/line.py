@@ -1,6 +1,6 @@
 """Execute a batch line like a request to its endpoint, without HTTP: in the offline class, with one final output.
 
-`read_head` estimates the lengths of a batch's lines and answers from its first lines.
+`read_head` estimates the sizes of a batch's lines and answers from its first lines.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import InvalidRequestError
 from engine.panics import as_error
 from engine.turns import Turns
-from gateway.batch.causes import Cause, cause_of
-from gateway.batch.lengths import LineLengths
+from gateway.batch.failures import Cause, cause_of
+from gateway.batch.feed import LineSizes
 from gateway.context import GatewayContext
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import ModelEndpoint, collect
@@ -122,7 +122,7 @@ def _offline(plan: GenerationPlan, origin: LineOrigin) -> GenerationPlan:
     return dataclasses.replace(plan, requests=requests, scoring=scoring, request_class=offline)
 
 
-def read_head(path: Path, endpoint: str) -> LineLengths | None:
+def read_head(path: Path, endpoint: str) -> LineSizes | None:
     """Return the mean length and the answer limits of the first lines, or None if no whole line can be read. Blocking.
 
     A line that `endpoint` would refuse gets an error row without any model work, so its answer limit is 0.
@@ -137,7 +137,7 @@ def read_head(path: Path, endpoint: str) -> LineLengths | None:
     evenly = lines[:: math.ceil(len(lines) / HEAD_ANSWERS) or 1]
     answers = tuple(_answer_limit(line, ENDPOINTS[endpoint]) for line in evenly)
     length = sum(len(line) + 1 for line in lines) / max(1, len(lines))
-    return LineLengths(len(whole), length, answers) if lines else None
+    return LineSizes(length, answers) if lines else None
 
 
 def _answer_limit(line: bytes, endpoint: ModelEndpoint[Any]) -> float:

@@ -20,9 +20,9 @@ from engine.errors import InvalidRequestError
 from engine.machine.processes import die_with_parent
 from gateway.batch.files import FileContent, find_file, open_content, remove_file, store_content
 from gateway.batch.input import check_input
-from gateway.batch.limits import BatchLimits, state_of
-from gateway.batch.listing import describe_page, json_response, read_page, unknown_cursor
+from gateway.batch.resources import describe_page, json_response, read_page, state_of, unknown_cursor
 from gateway.batch.routes import DEFAULT_LISTED, add_batch, cancel, find_batch
+from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import listed_tenant, reached_tenant
 from gateway.context import context_of, tenant_of
 from gateway.generate.answering import read_raw

@@ -3,16 +3,15 @@
 from collections import Counter
 from collections.abc import Iterator
 from heapq import nsmallest
-from itertools import product
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from gateway.batch.causes import Cause
+from gateway.batch.failures import Cause
 from gateway.batch.notices import OUTCOMES, Notifier
 from gateway.batch.tenants import Ownership
 from gateway.batch.worker import BatchWorker
-from gateway.store.objects import UNFINISHED, Channel
+from gateway.store.objects import UNFINISHED
 from gateway.telemetry.engine_metrics import gauge, gauges, totals
 
 MAX_SHOWN = 100
@@ -40,11 +39,15 @@ class BatchCollector(Collector):
         text = "Recent prompt and output tokens of finished batch lines per second of batch work."
         yield gauge("batch_tokens_per_second", text, forecast.pace.tokens_per_second)
         text = "Expected end of the last batch in progress, in Unix time (0: none in progress, or unknown)."
-        end = max((outlook.eta or 0.0 for outlook in outlooks), default=0.0)
-        yield gauge("batch_eta_timestamp_seconds", text, end)
+        ends = [outlook.eta for outlook in outlooks if outlook.eta is not None]
+        bounds = {
+            "earliest": max((low for low, _ in ends), default=0.0),
+            "latest": max((high for _, high in ends), default=0.0),
+        }
+        yield gauges("batch_eta_timestamp_seconds", text, "bound", bounds)
         # Batch ids are not secret: reading a batch needs its tenant's key.
-        text = "Expected end of a batch in progress in Unix time, for the first hundred to end."
-        known = ((outlook.eta, batch) for batch, outlook in forecast.outlooks.items() if outlook.eta is not None)
+        text = "Latest expected end of a batch in progress in Unix time, for the first hundred to end."
+        known = ((outlook.eta[1], batch) for batch, outlook in forecast.outlooks.items() if outlook.eta is not None)
         etas = {batch: eta for eta, batch in nsmallest(MAX_SHOWN, known)}
         yield gauges("batch_job_eta_timestamp_seconds", text, "batch", etas)
         lines = {"completed": worker.lines_ended[True], "failed": worker.lines_ended[False]}
@@ -54,11 +57,8 @@ class BatchCollector(Collector):
         yield totals("batch_line_retries", text, "cause", retries)
         text = "Batches that pause because their lines fail with the same unexpected error."
         yield gauge("batch_jobs_pausing", text, worker.feeder.num_paused)
-        text = "Attempts to report the end of a batch, by channel and outcome."
-        family = CounterMetricFamily("tidemill_batch_reports", text, labels=["channel", "outcome"])
-        for key in product(Channel, OUTCOMES):
-            family.add_metric(key, self._notifier.attempts[key])
-        yield family
+        reports = {outcome: self._notifier.attempts[outcome] for outcome in OUTCOMES}
+        yield totals("batch_reports", "Attempts to report the end of a batch, by outcome.", "outcome", reports)
         text = "1 while the state folder cannot be written and batches pause, else 0."
         yield gauge("storage_fault", text, int(worker.storage_fault() is not None))
         text = "Tenants with files or unfinished batches but without a key, as of the start or the last SIGHUP."

@@ -14,24 +14,21 @@ from functools import partial
 
 from engine.api import EngineStats, Lane
 from engine.panics import as_error
-from gateway.batch.causes import Cause, cause_of
-from gateway.batch.cluster import Leases, Membership
-from gateway.batch.feed import FinishedLine, Job, Window
+from gateway.batch.cluster import Membership
+from gateway.batch.failures import Cause, cause_of
+from gateway.batch.feed import FinishedLine, Job, Leases, LineSizes, Runs
 from gateway.batch.feeder import LineFeeder, RunLine
 from gateway.batch.finish import Finisher
-from gateway.batch.forecast import Forecast
-from gateway.batch.lane_updater import LaneUpdater
-from gateway.batch.lengths import AnswerLengths, LineLengths
-from gateway.batch.limits import BatchLimits
+from gateway.batch.forecast import Forecast, LaneUpdater
+from gateway.batch.journal import ResultWriter
 from gateway.batch.line import read_head
-from gateway.batch.line_order import Runs
-from gateway.batch.results import ResultWriter, StorageRetry, in_thread
+from gateway.batch.run import BatchLimits, BatchRun, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.models import ModelNames
+from gateway.store.batch_rows import Beat
 from gateway.store.clock import StoreClock
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
-from gateway.store.lease_rows import Beat
 from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, IllegalTransition
 
 EXPIRED_FILES = 1000
@@ -60,36 +57,17 @@ class BatchWorker:
         models: ModelNames | None = None,
         clock: StoreClock | None = None,
     ) -> None:
-        self._folder = folder
-        self._store = folder.store
-        self._limits = limits
-        self.clock = clock or StoreClock()
-        self._wake = asyncio.Event()
+        run = self._run = BatchRun(folder, limits, clock or StoreClock())
+        self._folder, self._store, self._limits, self._retry = folder, run.store, limits, run.retry
+        self.clock, self.jobs, self.window = run.clock, run.jobs, run.window
         self._look_at_clock = asyncio.Event()
         self._next_expiry = math.inf
-        self.window = Window(limits.window_lines, limits.window_bytes)
-        self._retry = StorageRetry(limits.retry_seconds, self._wake.set, folder.disk.health)
-        self._results = ResultWriter(
-            folder, self._retry, self.window, lambda job: self.feeder.offer(job), limits.back_off
-        )
-        self.jobs: dict[str, Job] = {}
-        """Batches in progress by id."""
         self.forecast = Forecast(stats)
-        self.cluster = Membership(folder.store, limits, self.window, stats, lambda: self.forecast.pace.rate or 0.0)
-        self.feeder = LineFeeder(
-            folder,
-            limits,
-            run_line,
-            self.jobs,
-            self._retry,
-            self._results,
-            self.window,
-            self._wake,
-            self._line_ended,
-            self.cluster,
-        )
-        self._finisher = Finisher(folder, limits, self._retry, self.clock.now, max_lines, models)
-        self.lanes = LaneUpdater(self.forecast, self.jobs, self.clock.now, set_lane, self.feeder.offer)
+        self.cluster = Membership(run, stats, lambda: self.forecast.pace.rate or 0.0)
+        self._results = ResultWriter(run)
+        self.feeder = LineFeeder(run, run_line, self._results, self._line_ended, self.cluster)
+        self._finisher = Finisher(run, max_lines, models)
+        self.lanes = LaneUpdater(run, self.forecast, set_lane)
         self._drives: dict[str, asyncio.Task[None]] = {}
         self._services: list[asyncio.Task[None]] = []
         self.states: dict[str, BatchStatus] = {}
@@ -252,24 +230,20 @@ class BatchWorker:
 
     async def _process(self, batch: BatchJob) -> None:
         """Feed lines until all lines have ended, or the batch has."""
-        answers = AnswerLengths(batch.total)
-        job = Job(batch, answers=answers)
+        head = await self._head(batch)
+        job = Job(batch, head or LineSizes(self.forecast.pace.bytes_per_line))
         if self.cluster.is_shared:
-            job.leases = Leases(Runs(batch.total, in_order=False))
+            job.leases = Leases(Runs(batch.total))
             await self._retry.run(lambda: self.cluster.begin(batch))
         else:
-            job.journal_end = await self._finisher.check_results(batch, answers)
+            job.journal_end = await self._finisher.check_results(batch)
         self.jobs[batch.id] = job
         try:
             job.batch = await self._retry.run(lambda: self._store.load_batch(batch.id))
             if job.batch.status is not BatchStatus.IN_PROGRESS or not job.batch.remaining:
                 job.settled.set()
-            lengths = await self._retry.run(lambda: self._store.line_lengths(batch.id))
-            head = await self._head(batch)
-            if self.cluster.is_shared:
-                await self._retry.run(lambda: self.cluster.learn(job.batch, answers))
-            self.lanes.begin(job, LineLengths(*lengths, () if head is None else head.answers, answers))
-            self.feeder.offer(job)
+            self.lanes.changed()
+            self._run.offer(job)
             if job.batch.expires_at < self._next_expiry:
                 self._look_at_clock.set()
             await job.settled.wait()
@@ -287,8 +261,8 @@ class BatchWorker:
     async def _beaten(self, beat: Beat) -> None:
         """Apply the state of the store at a heartbeat. Raises StorageError."""
         self.clock.follow(beat.now)
-        self.feeder.order.elsewhere, self.forecast.elsewhere = beat.held, beat.rate
-        self.feeder.order.window_lines = self.window.max_lines
+        self._run.order.elsewhere, self.forecast.elsewhere = beat.held, beat.rate
+        self._run.order.window_lines = self.window.max_lines
         batches = {batch.id: batch for batch in beat.batches}
         for batch in beat.batches:
             self.added(batch)
@@ -304,9 +278,8 @@ class BatchWorker:
                 continue
             if batch_id not in self.cluster.mine and await self.cluster.own(batch_id):
                 await self.cluster.begin(job.batch)
-            await self.cluster.learn(job.batch, job.answers)
             job.exhausted = job.exhausted and batch_id not in beat.free
-            self.feeder.offer(job)
+            self._run.offer(job)
 
     # Time
 
@@ -340,7 +313,7 @@ class BatchWorker:
         """Start batches without a task, and remove expired files."""
         self.lanes.changed()
         for job in list(self.jobs.values()):
-            self.feeder.offer(job)
+            self._run.offer(job)
         with suppress(StorageError):
             await self._folder.check_recovery()
             await self._folder.settle()
@@ -369,7 +342,7 @@ class BatchWorker:
         outlook = self.forecast.first(batch, num_bytes, self.clock.now(), head)
         return outlook.notes(batch) if outlook.misses else {}
 
-    async def _head(self, batch: BatchJob) -> LineLengths | None:
+    async def _head(self, batch: BatchJob) -> LineSizes | None:
         try:
             return await in_thread(lambda: read_head(self._folder.copy_body(batch.input_file_id), batch.endpoint))
         except StorageError:  # an object store is away

@@ -1,6 +1,8 @@
 """HTTP client of `tidemill batch`, and its progress bar."""
 
 import json
+import math
+import re
 import shutil
 import sys
 import tempfile
@@ -27,6 +29,8 @@ LINE_SECONDS = 30.0
 """Longest time between two lines of the progress on an output that is no terminal."""
 POLL_SECONDS = 1.0
 """Time between two looks at a batch of a server without an event stream."""
+RANGE_UNITS = ((60.0, "min"), (3600.0, "h"), (86_400.0, "d"))
+"""Units of `range_text`, with their seconds."""
 MAX_SEARCHED = 1000
 """Number of newest batches among which an id is completed."""
 ID_LENGTH = len("batch_") + 32
@@ -183,9 +187,10 @@ def progress_text(batch: dict[str, Any]) -> str:
     return f"{done:,}/{total:,} lines{failed}" if total else "no lines yet"
 
 
-def expected_end(batch: Mapping[str, Any]) -> int | None:
-    """Return the time in Unix seconds at which the server expects the batch to end; None if it does not know."""
-    return _note(batch, "tidemill.eta")
+def expected_end(batch: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the earliest and latest end in Unix seconds that the server expects; None if it does not know."""
+    found = re.fullmatch("([0-9]+)-([0-9]+)", str((batch.get("metadata") or {}).get("tidemill.eta", "")))
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def token_counts(batch: Mapping[str, Any]) -> tuple[int, int | None]:
@@ -199,16 +204,26 @@ def _note(batch: Mapping[str, Any], name: str) -> int | None:
 
 
 def eta_text(batch: Mapping[str, Any], now: float | None = None) -> str:
-    """Return when the server expects the batch to end and the tokens until then, e.g. "done about 13:36 (2:05),
-    81,000 tokens left"; empty if it does not know."""
+    """Return when the server expects the batch to end and the tokens until then, e.g. "done in about 10 to
+    14 min (13:36), 81,000 tokens left"; empty if it does not know. The time of day is the latest end."""
     end = expected_end(batch)
     if end is None:
         return ""
-    left = end - (time.time() if now is None else now)
+    now = time.time() if now is None else now
     late = ", may miss its window" if batch["metadata"].get("tidemill.at_risk") == "true" else ""
     tokens = token_counts(batch)[1]
     more = "" if tokens is None else f", {tokens:,} tokens left"
-    return f"done about {time.strftime('%H:%M', time.localtime(end))} ({duration_text(left)}){more}{late}"
+    clock = time.strftime("%H:%M", time.localtime(end[1]))
+    return f"done in {range_text(end[0] - now, end[1] - now)} ({clock}){more}{late}"
+
+
+def range_text(least: float, most: float) -> str:
+    """Format a range of durations in seconds as "about 10 to 14 min", in minutes, hours or days."""
+    unit, name = next(each for each in RANGE_UNITS if most <= 100.0 * each[0] or each is RANGE_UNITS[-1])
+    low, high = max(0, math.floor(least / unit)), max(1, math.ceil(most / unit))
+    if low == 0:
+        return f"less than {high} {name}"
+    return f"about {high} {name}" if low == high else f"about {low} to {high} {name}"
 
 
 def duration_text(seconds: float) -> str:

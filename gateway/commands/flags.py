@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from engine.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
-OTHER_VARIABLES = ("CONFIG", "URL", "ON_BATCH_END", "WEBHOOK_SECRET", "WEBHOOK_HOSTS", "HOST_ENGINES", "BENCH_VLLM")
+OTHER_VARIABLES = ("CONFIG", "URL", "ON_BATCH_END", "WEBHOOK_SECRET", "HOST_ENGINES", "BENCH_VLLM")
 """Names, without the prefix, that are no settings of `serve`."""
 _LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?")
 _LINK_URL = re.compile(r"(tcp|udp|sctp)://")

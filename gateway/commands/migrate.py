@@ -17,7 +17,7 @@ from gateway.store.opening import DATABASE, MOVED, Opening, Place, find_postgres
 from gateway.store.row_store import put_keys
 from gateway.store.writer import RowConnection
 
-TABLES = ("files", "batches", "lines", "uploads", "notices", "announced")
+TABLES = ("files", "batches", "lines", "notices", "announced")
 NUMBERED = ("files", "batches")
 """Tables with a column `seq` that the database counts."""
 GROUP_ROWS = 2000

@@ -88,8 +88,7 @@ def _check_server(config: ServerConfig, classes: Sequence[str]) -> Path:
     if config.request_log is not None:
         importlib.import_module("gateway.telemetry.request_log").check_path(config.request_log)
     importlib.import_module("gateway.telemetry.tracing").find_endpoint(os.environ)
-    importlib.import_module("gateway.batch.webhooks").read_rules(os.environ)
-    importlib.import_module("gateway.batch.notices").read_command(os.environ)
+    importlib.import_module("gateway.batch.notices").read_target(os.environ)
     return state
 
 

@@ -7,7 +7,6 @@ import ipaddress
 import re
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from fnmatch import fnmatchcase
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -209,7 +208,7 @@ class BodyLimit:
     Args:
         max_body_bytes: maximum size of a body, by content-length or as received (413).
         max_held_bytes: maximum size of all bodies in memory (503).
-        streamed: maximum size of bodies that are not held in memory, by path or a pattern of paths; their endpoints
+        streamed: maximum size of bodies that are not held in memory, by path; their endpoints
             count the bytes.
         larger: maximum size of a body by path, in place of `max_body_bytes`.
     """
@@ -233,7 +232,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        streamed = next((most for path, most in self._streamed.items() if fnmatchcase(scope["path"], path)), None)
+        streamed = self._streamed.get(scope["path"])
         most = self._larger.get(scope["path"], self._max_body_bytes) if streamed is None else streamed
         if _announced_length(scope) > most:
             await error_response(_too_large(most), scope)(scope, receive, send)

@@ -2,7 +2,7 @@
 
     lock                    locked by the server that uses the folder; contains its process id
     tidemill.db             rows of files and batches
-    files/<file id>         bodies of uploads and results; each has a row or an announcement, see `recovery`
+    files/<file id>         bodies of uploads and results; each has a row or an announcement, see `opening`
     journals/<batch id>     results of a running batch in the order in which its lines finished
     tmp/                    files that are being written; emptied at start
     lost+found/<time>/      files without an entry in the database, moved there at a start
@@ -23,8 +23,7 @@ from secrets import token_hex
 from gateway.store.bucket import Bucket
 from gateway.store.disk import Disk, DiskFile, StorageError
 from gateway.store.objects import BATCH_ID, FILE_ID
-from gateway.store.opening import DATABASE, Opening, Place, find_postgres
-from gateway.store.recovery import StateRecovery
+from gateway.store.opening import DATABASE, Opening, Place, StateRecovery, find_postgres
 from gateway.store.row_store import RowStore
 from gateway.store.sqlite import SqliteWriter
 from gateway.store.writer import Work, Writer

@@ -131,61 +131,6 @@ class InputError(NamedTuple):
     param: str | None = None
 
 
-PART = "upload_part"
-"""Purpose of the file that stores a part of an upload."""
-UPLOAD_ID = re.compile("upload_[0-9a-f]{32}")
-
-
-def new_upload_id() -> str:
-    return f"upload_{secrets.token_hex(16)}"
-
-
-class UploadStatus(StrEnum):
-    PENDING = "pending"
-    COMPLETED = "completed"
-    CANCELLED = "cancelled"
-    EXPIRED = "expired"
-
-
-@dataclass(frozen=True, slots=True)
-class UploadObject:
-    """An upload in parts. An expired one is stored as pending."""
-
-    id: str
-    tenant: str
-    bytes: int
-    """Size of the whole file."""
-    created_at: int
-    expires_at: int
-    filename: str
-    file_seconds: int
-    """Lifetime of the file in seconds."""
-    status: UploadStatus = UploadStatus.PENDING
-    file_id: str | None = None
-
-    def status_at(self, now: int) -> UploadStatus:
-        is_late = self.status is UploadStatus.PENDING and now >= self.expires_at
-        return UploadStatus.EXPIRED if is_late else self.status
-
-    def as_json(self, now: int, file: FileObject | None = None) -> dict[str, Any]:
-        """Return the API object; `file`: the file of a completed upload."""
-        return {
-            "id": self.id,
-            "object": "upload",
-            "bytes": self.bytes,
-            "created_at": self.created_at,
-            "expires_at": self.expires_at,
-            "filename": self.filename,
-            "purpose": "batch",
-            "status": self.status_at(now).value,
-            "file": None if file is None else file.as_json(),
-        }
-
-
-class WrongPart(Exception):
-    """A part does not belong to its upload, or the upload has ended; the message says which."""
-
-
 class Usage(NamedTuple):
     """Token usage of the lines that succeeded; `engine_us`: their engine time in microseconds, set at their end."""
 
@@ -311,27 +256,12 @@ class Holdings(NamedTuple):
     files: int
 
 
-class Channel(StrEnum):
-    """Ways to report the end of a batch."""
-
-    COMMAND = "command"
-    """The command of TIDEMILL_ON_BATCH_END."""
-    WEBHOOK = "webhook"
-    """The URL in the batch's metadata under WEBHOOK_KEY."""
-
-
-WEBHOOK_KEY = "tidemill.webhook"
-
-
 class Notice(NamedTuple):
     """A report of a batch's end that is due at `due_at`, after `attempts` failed attempts."""
 
     batch: str
-    channel: Channel
     tenant: str
     status: str
-    url: str
-    """The webhook; empty for a command."""
     ended_at: int
     attempts: int
     due_at: int

@@ -12,11 +12,9 @@ from secrets import token_hex
 from typing import Any, NamedTuple
 
 from gateway.http.quotas import Load
-from gateway.store.batch_rows import BatchRows
-from gateway.store.file_rows import UNFINISHED_STATES, FileRows, UploadRows, owned
-from gateway.store.lease_rows import ELSEWHERE, LeaseRows, ServerRows
-from gateway.store.objects import TERMINAL, UNFINISHED, Channel, Holdings, Notice, Usage
-from gateway.store.rows import read_batch_row, repair_batch
+from gateway.store.batch_rows import ELSEWHERE, BatchRows, LeaseRows, ServerRows
+from gateway.store.objects import TERMINAL, UNFINISHED, Holdings, Notice, Usage
+from gateway.store.rows import UNFINISHED_STATES, FileRows, owned, read_batch_row, repair_batch
 from gateway.store.writer import OBJECTS, RowConnection, Rows, Writer, exclusive, transaction
 
 _ENDED = "run != ? AND run NOT IN (SELECT id FROM servers)"
@@ -200,38 +198,29 @@ class NoticeRows(Rows):
     """Mixin of `RowStore` for reports of batch ends, which the end of a batch adds."""
 
     @transaction
-    def due_notices(self, connection: RowConnection, channel: Channel, now: int, limit: int) -> list[Notice]:
-        """Return the reports that are due, the oldest first."""
-        query = "SELECT * FROM notices WHERE channel = ? AND due_at <= ? ORDER BY due_at LIMIT ?"
-        rows = connection.execute(query, (channel.value, now, limit))
-        return [Notice(**{**dict(row), "channel": channel}) for row in rows]
-
-    @transaction
-    def next_notice(self, connection: RowConnection, now: int) -> int | None:
-        """Return when the next report that is not due yet becomes due."""
-        row = connection.execute("SELECT MIN(due_at) AS next FROM notices WHERE due_at > ?", (now,)).fetchone()
-        return None if row["next"] is None else int(row["next"])
+    def next_notice(self, connection: RowConnection) -> Notice | None:
+        """Return the report that is due first."""
+        row = connection.execute("SELECT * FROM notices ORDER BY due_at LIMIT 1").fetchone()
+        return None if row is None else Notice(**dict(row))
 
     @transaction
     def postpone_notice(self, connection: RowConnection, notice: Notice, due_at: int) -> None:
         """Count a failed attempt."""
-        query = "UPDATE notices SET attempts = attempts + 1, due_at = ? WHERE batch = ? AND channel = ?"
-        connection.execute(query, (due_at, notice.batch, notice.channel.value))
+        query = "UPDATE notices SET attempts = attempts + 1, due_at = ? WHERE batch = ?"
+        connection.execute(query, (due_at, notice.batch))
 
     @transaction
     def claim_notice(self, connection: RowConnection, notice: Notice, until: int) -> bool:
         """Postpone a due report so that no other server sends it; return False if another server has done so."""
-        query = "UPDATE notices SET due_at = ? WHERE batch = ? AND channel = ? AND due_at = ?"
-        changed = connection.execute(query, (until, notice.batch, notice.channel.value, notice.due_at))
-        return changed.rowcount > 0
+        query = "UPDATE notices SET due_at = ? WHERE batch = ? AND due_at = ?"
+        return connection.execute(query, (until, notice.batch, notice.due_at)).rowcount > 0
 
     @transaction
     def forget_notice(self, connection: RowConnection, notice: Notice) -> None:
-        query = "DELETE FROM notices WHERE batch = ? AND channel = ?"
-        connection.execute(query, (notice.batch, notice.channel.value))
+        connection.execute("DELETE FROM notices WHERE batch = ?", (notice.batch,))
 
 
-class RowStore(FileRows, UploadRows, BatchRows, LeaseRows, TenantRows, NoticeRows, RecoveryRows):
+class RowStore(FileRows, BatchRows, LeaseRows, TenantRows, NoticeRows, RecoveryRows):
     """`writer`: the open database; the store closes it. `is_shared`: other servers use the database too."""
 
     def __init__(self, writer: Writer, *, is_shared: bool = False) -> None:

@@ -59,39 +59,21 @@ CREATE TABLE lines (
     succeeded INTEGER,
     result_start INTEGER NOT NULL DEFAULT 0,
     result_length INTEGER NOT NULL DEFAULT 0,
-    output_tokens INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (batch, rank)
 ) STRICT, WITHOUT ROWID;
 
 """
 _ANNOUNCED = "CREATE TABLE announced (id TEXT NOT NULL PRIMARY KEY, run TEXT NOT NULL) STRICT, WITHOUT ROWID"
-_UPLOADS = """
-CREATE TABLE uploads (
-    id TEXT NOT NULL PRIMARY KEY,
-    tenant TEXT NOT NULL,
-    bytes INTEGER NOT NULL,
-    created_at INTEGER NOT NULL,
-    expires_at INTEGER NOT NULL,
-    filename TEXT NOT NULL,
-    file_seconds INTEGER NOT NULL,
-    status TEXT NOT NULL,
-    file_id TEXT
-) STRICT, WITHOUT ROWID;
-CREATE INDEX files_by_upload ON files (filename) WHERE purpose = 'upload_part' AND deleted_at IS NULL
-"""
 _NOTICES = """
 CREATE TABLE notices (
-    batch TEXT NOT NULL,
-    channel TEXT NOT NULL,
+    batch TEXT NOT NULL PRIMARY KEY,
     tenant TEXT NOT NULL,
     status TEXT NOT NULL,
-    url TEXT NOT NULL,
     ended_at INTEGER NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0,
-    due_at INTEGER NOT NULL,
-    PRIMARY KEY (batch, channel)
+    due_at INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX notices_by_time ON notices (channel, due_at)
+CREATE INDEX notices_by_time ON notices (due_at)
 """
 _LEASES = """
 CREATE TABLE servers (
@@ -108,7 +90,7 @@ CREATE TABLE runs (
     PRIMARY KEY (batch, run)
 ) STRICT, WITHOUT ROWID
 """
-SCHEMA = ";".join((_TABLES.rstrip().removesuffix(";"), _ANNOUNCED, _UPLOADS, _NOTICES, _LEASES))
+SCHEMA = ";".join((_TABLES.rstrip().removesuffix(";"), _ANNOUNCED, _NOTICES, _LEASES))
 SHARED = """
 CREATE TABLE IF NOT EXISTS key_lines (
     id INTEGER NOT NULL PRIMARY KEY CHECK (id = 1),
@@ -145,15 +127,61 @@ UPDATE batches SET idempotency_key = NULL, idempotency_digest = NULL WHERE tenan
 UPDATE batches SET tenant = 'default' WHERE tenant = '';
 UPDATE files SET tenant = 'default' WHERE tenant = ''
 """
+_UPLOADS = """
+CREATE TABLE uploads (
+    id TEXT NOT NULL PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    filename TEXT NOT NULL,
+    file_seconds INTEGER NOT NULL,
+    status TEXT NOT NULL,
+    file_id TEXT
+) STRICT, WITHOUT ROWID;
+CREATE INDEX files_by_upload ON files (filename) WHERE purpose = 'upload_part' AND deleted_at IS NULL
+"""
+# The next cleanup of expired files removes the parts of uploads.
+_NO_UPLOADS = """
+UPDATE files SET expires_at = 0 WHERE purpose = 'upload_part';
+DROP INDEX files_by_upload;
+DROP TABLE uploads
+"""
+_NOTICES_BY_CHANNEL = """
+CREATE TABLE notices (
+    batch TEXT NOT NULL,
+    channel TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    status TEXT NOT NULL,
+    url TEXT NOT NULL,
+    ended_at INTEGER NOT NULL,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    due_at INTEGER NOT NULL,
+    PRIMARY KEY (batch, channel)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX notices_by_time ON notices (channel, due_at)
+"""
+# Reports to the URLs of tenants are dropped.
+_ONE_TARGET = f"""
+ALTER TABLE notices RENAME TO old_notices;
+DROP INDEX notices_by_time;
+{_NOTICES};
+INSERT INTO notices (batch, tenant, status, ended_at, attempts, due_at)
+    SELECT batch, tenant, status, ended_at, attempts, due_at FROM old_notices WHERE channel = 'command';
+DROP TABLE old_notices
+"""
 OLDEST = 2
 UPGRADES = {
     2: _DEFAULT_TENANT,
     3: _ANNOUNCED,
     4: _UPLOADS,
-    5: _NOTICES,
+    5: _NOTICES_BY_CHANNEL,
     6: "",
     7: f"ALTER TABLE lines ADD COLUMN output_tokens INTEGER NOT NULL DEFAULT 0;{_LEASES}",
     8: "ALTER TABLE batches ADD COLUMN engine_us INTEGER NOT NULL DEFAULT 0",
+    9: _NO_UPLOADS,
+    10: _ONE_TARGET,
+    11: "ALTER TABLE lines DROP COLUMN output_tokens",
 }
 """Scripts from each version to the next."""
 VERSION = 1 + max(UPGRADES)

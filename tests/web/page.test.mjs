@@ -134,16 +134,16 @@ test("spans of a line", () => {
   assert.deepEqual(spans("[x](javascript:alert(1))"), [{ kind: "text", text: "[x](javascript:alert(1))" }]);
 });
 
-test("the end of a batch is the server's forecast, as a clock time and a span", () => {
+test("the end of a batch is the server's forecast, as a range and a clock time", () => {
   const now = 1_700_000_000;
-  const batch = { status: "in_progress", metadata: { "tidemill.eta": String(now + 120), "tidemill.at_risk": "true" } };
-  assert.deepEqual(outlook(batch), { eta: now + 120, atRisk: true, warning: "", tokens: 0 });
-  assert.equal(endText(batch, now), `done about ${clock(now + 120, now)} (2 min 0 s); at risk`);
+  const batch = { status: "in_progress", metadata: { "tidemill.eta": `${now + 600}-${now + 840}`, "tidemill.at_risk": "true" } };
+  assert.deepEqual(outlook(batch), { eta: [now + 600, now + 840], atRisk: true, warning: "", tokens: 0 });
+  assert.equal(endText(batch, now), `done in about 10 to 14 min (${clock(now + 840, now)}); at risk`);
   assert.equal(endText({ status: "in_progress", metadata: null }, now), "");
   assert.equal(endText({ status: "completed", completed_at: now - 60 }, now), `ended ${clock(now - 60, now)}`);
   const counts = { total: 10, completed: 3, failed: 1 };
   const all = [{ ...batch, request_counts: counts }, { status: "completed", request_counts: counts }];
-  assert.deepEqual(totals(all), { left: 6, eta: now + 120, atRisk: 1 });
+  assert.deepEqual(totals(all), { left: 6, eta: [now + 600, now + 840], atRisk: 1 });
 });
 
 test("lines that a stopped batch never ran are neither done nor failed", () => {

@@ -4,7 +4,7 @@ import { call, events, getJson, hasKey, setKey } from "./api.js";
 import { Batches, totals } from "./batches.js";
 import { DotChart, RateChart } from "./charts.js";
 import { Chat } from "./chat.js";
-import { clock, count, duration, limitOf, money, percent, seconds, standingText } from "./format.js";
+import { count, duration, limitOf, money, percent, rangeText, seconds, standingText } from "./format.js";
 import { History, percentile } from "./series.js";
 import { batchSentence, eventsOf, worth } from "./story.js";
 
@@ -85,7 +85,7 @@ function drawBatchTotals(all) {
   const now = Date.now() / 1000;
   show("batch-left", left ? count(left) : "–");
   const risk = atRisk ? `; ${count(atRisk)} at risk` : "";
-  show("batch-eta", eta === null ? "–" : `${clock(eta, now)} (${duration(eta - now)})${risk}`, atRisk ? "bad" : "");
+  show("batch-eta", eta === null ? "–" : `${rangeText(eta, now)}${risk}`, atRisk ? "bad" : "");
   byId("start").hidden = all.length > 0;
 }
 

@@ -1,7 +1,7 @@
 // Table of batches (upload, progress, cancel, download), which uses the public API.
 
 import { call, getJson, postJson } from "./api.js";
-import { clock, count, duration, money, seconds } from "./format.js";
+import { clock, count, money, rangeText, seconds } from "./format.js";
 
 const SHOWN = 50;
 const ASK_ABOVE = 10; // lines that a cancel would stop without a second click
@@ -25,12 +25,12 @@ function button(text, label, act) {
   return element;
 }
 
-/** What the server expects of an unfinished batch: {eta, atRisk, warning, tokens}; eta in Unix seconds or null. */
+/** What the server expects of an unfinished batch: {eta, atRisk, warning, tokens}; eta: earliest and latest end in Unix seconds, or null. */
 export function outlook({ metadata }) {
   const notes = metadata || {};
-  const eta = Number(notes["tidemill.eta"]);
+  const eta = /^(\d+)-(\d+)$/.exec(notes["tidemill.eta"] || "");
   return {
-    eta: eta > 0 ? eta : null,
+    eta: eta && [Number(eta[1]), Number(eta[2])],
     atRisk: notes["tidemill.at_risk"] === "true",
     warning: notes["tidemill.warning"] || "",
     tokens: Number(notes["tidemill.remaining_tokens"]) || 0,
@@ -49,7 +49,7 @@ export function endText(batch, now) {
   if (ended) return `ended ${clock(ended, now)}`;
   const { eta, atRisk } = outlook(batch);
   const late = atRisk ? "; at risk" : "";
-  return eta === null ? late.slice(2) : `done about ${clock(eta, now)} (${duration(eta - now)})${late}`;
+  return eta === null ? late.slice(2) : `done in ${rangeText(eta, now)}${late}`;
 }
 
 /** Figures of /v1/usage for a batch: "1,234 + 567 tokens, 3.21 s of the engine, worth 0.0123". */
@@ -61,13 +61,13 @@ export function billText({ input_tokens: prompt, output_tokens: output, engine_s
   return parts.join(", ");
 }
 
-/** Figures of all batches together: {left, eta, atRisk}; eta in Unix seconds or null. */
+/** Figures of all batches together: {left, eta, atRisk}; eta as in `outlook`, of the last batch. */
 export function totals(batches) {
   const running = batches.filter(({ status }) => RUNNING.has(status));
   const etas = running.map((batch) => outlook(batch).eta).filter((eta) => eta !== null);
   return {
     left: running.reduce((sum, batch) => sum + outcome(batch).unfinished, 0),
-    eta: etas.length ? Math.max(...etas) : null,
+    eta: etas.length ? [0, 1].map((bound) => Math.max(...etas.map((eta) => eta[bound]))) : null,
     atRisk: running.filter((batch) => outlook(batch).atRisk).length,
   };
 }

@@ -18,6 +18,15 @@ export function duration(value) {
   return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
 }
 
+/** A range of times from `now` on, e.g. "about 10 to 14 min (13:36)"; the clock time is the latest. In Unix seconds. */
+export function rangeText([earliest, latest], now = Date.now() / 1000) {
+  const units = [[60, "min"], [3600, "h"], [86400, "d"]];
+  const [unit, name] = units.find(([length]) => latest - now <= 100 * length) || units[2];
+  const [low, high] = [Math.max(0, Math.floor((earliest - now) / unit)), Math.max(1, Math.ceil((latest - now) / unit))];
+  const text = low === 0 ? `less than ${high} ${name}` : `about ${low === high ? high : `${low} to ${high}`} ${name}`;
+  return `${text} (${clock(latest, now)})`;
+}
+
 export function count(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (value < 10 && value % 1 !== 0) return value.toFixed(1);
