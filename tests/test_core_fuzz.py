@@ -10,8 +10,9 @@ from core_rules import CoreRules
 from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo
 from fakes.speculation import Oracle
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis.stateful import initialize, invariant, rule
+from support.fuzz import fuzz, machine_test
 
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.errors import QueueFullError
@@ -110,7 +111,7 @@ def make_fuzz_driver(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@fuzz(120, suppress_health_check=[HealthCheck.too_slow])
 @given(
     arrivals=st.lists(arrival, min_size=1, max_size=14),
     num_blocks=st.integers(14, 22),
@@ -219,5 +220,4 @@ class CoreMachine(CoreRules):
                 assert not had_room or request.last_step == newest.step_id or request.num_output_tokens == 0
 
 
-TestCoreMachine = CoreMachine.TestCase
-TestCoreMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestCoreMachine = machine_test(CoreMachine, 60, 60)

@@ -164,7 +164,7 @@ def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_layers_that_can_be_dropped_are_the_pools_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a model with biases, whose graphs know where all of it lies; no host tier, whatever a GPU has otherwise."""
+    """Of a model with biases, whose graphs know where all of it lies; no host tier, in contrast to other GPUs."""
     model = {**llama_config(num_hidden_layers=4), "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     config = tiny(tmp_path, model, overload="drop", num_gpu_blocks_override=20)
     monkeypatch.setattr(memory, "cuda_cache_bytes", lambda *_: 110_000_000)

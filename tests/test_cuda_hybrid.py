@@ -171,7 +171,7 @@ def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch:
         rng = random.Random(seed)
         pool = pool_of(8, 1, 4, 1, 2, host_units=8)
         lane, *ways = lanes = [LaterLane() for _ in range(3)]
-        rng.shuffle(lanes)  # which of them are in a hurry
+        rng.shuffle(lanes)  # which requests are in a hurry
         swapper = Swapper(pool, LaterKernels(lane), lane, *ways)
         device, on_host = [0.0] * 8, [0.0] * 8
         for step in range(1, 30):

@@ -1,4 +1,4 @@
-"""Clients and batches over HTTP before several engines, which die: nobody sees more than a pause."""
+"""Clients and batches over HTTP before several engines, which die: clients see no more than a pause."""
 
 import asyncio
 import sys

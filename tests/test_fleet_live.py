@@ -85,7 +85,7 @@ async def kill_one(state: Path, number: int, dead: dict[int, str]) -> None:
     os.kill(int(text), signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(1800)
 async def test_nothing_is_lost_or_doubled_while_engines_are_killed(tmp_path: Path) -> None:
     dice = random.Random(SEED)

@@ -93,7 +93,7 @@ async def test_a_pipeline_goes_on_with_what_two_engines_had_and_they_with_what_i
 
 
 def orders_to(member: Member) -> list[Any]:
-    """What it is told from now on."""
+    """Orders from now on."""
     told: list[Any] = []
     tell = member.engine.regroup.order
 

@@ -142,7 +142,7 @@ def test_compact_first_then_upgrades_then_the_rest() -> None:
     assert choose(both, 20, live=1, rho=0.1) == Selection((1, 0), (), 10.0, 20)
     # The thin one's KV (10) does not fit behind them; what is left is topped up with its compact form.
     assert choose(both, 25, live=1, rho=0.1) == Selection((1, 0), (2,), 10.5, 25)
-    # A dear re-projection: nobody runs from compact cache, whatever it saves.
+    # A dear re-projection: no request runs from compact cache, however much it saves.
     assert choose(both, 15, live=10, rho=0.1) == Selection((1,), (), 6.0, 10)
 
 
@@ -158,7 +158,7 @@ def test_the_single_candidate_is_taken_in_the_richest_form_that_fits() -> None:
     small, large = Candidate(1.5, 2), Candidate(10.0, 40, 20)
     assert choose([small, large], 21, live=1, rho=0.01) == Selection((), (1,), 9.6, 20)
     assert choose([small, Candidate(10.0, 21)], 21) == Selection((1,), (), 10.0, 21)
-    # What the single one leaves is filled too.
+    # The rest after the single request is filled too.
     assert choose([Candidate(0.9, 3), Candidate(5.0, 20), Candidate(0.1, 2)], 22).kv == (1, 2)
 
 

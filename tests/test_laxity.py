@@ -1,4 +1,4 @@
-"""Who goes first among prompts and who is refused: as many as possible in time, nobody for ever, an honest 429."""
+"""The order of prompts, and which prompts are refused: as many as possible in time, nobody for ever, an honest 429."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""The engine never stands still: whatever waits or runs, something can run, and nobody is immune or barred for ever."""
+"""The engine never stands still: in every state a request can run, and no request is immune or barred for ever."""
 
 import itertools
 import random
@@ -240,7 +240,7 @@ def test_a_plan_that_is_out_of_date_does_not_stop_the_lines() -> None:
 
 
 def test_without_a_plan_no_line_runs() -> None:
-    """The planner will say which; nobody jumps its queue meanwhile."""
+    """The planner will say which; no request jumps its queue meanwhile."""
     driver = make_driver()
     driver.add(make_request("job", [5] * 40, 3, request_class=OFFLINE))
     assert driver.core.schedule(driver.now, None) is None
@@ -250,7 +250,7 @@ def test_without_a_plan_no_line_runs() -> None:
 
 
 def test_a_failed_step_is_no_eviction() -> None:
-    """Nobody took the room of its requests: nothing is counted, and no line keeps away from online work for it."""
+    """No request took the room of its requests: nothing is counted, and no line keeps away from online work for it."""
     driver = make_driver()
     driver.add(make_request("job", [5] * 8, 10, request_class=OFFLINE))
     runner = driver.runner

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from native_build import library_file, library_of, native_library
+from support.tables import for_each
 from torch import Tensor
 from torch.nn import functional
 
@@ -43,7 +44,14 @@ def team_of(library: Library) -> Team:
     return Team(library, 2)
 
 
-def native_of(level: Level, dtype: torch.dtype) -> Native:
+emulation = pytest.mark.parametrize("emulated", [False, pytest.param(True, marks=pytest.mark.slow)])
+"""Levels of this processor, and the others, for which a library with emulated instructions is built."""
+
+
+def native_of(level: Level, dtype: torch.dtype, emulated: bool | None = None) -> Native:
+    """Return kernels of a level; skip if `emulated` is given and the processor has the level or lacks it."""
+    if emulated is not None and emulated is (level in native_library().levels()):
+        pytest.skip("not a level of this processor" if not emulated else "a level of this processor")
     library = library_of(level)
     native = Native(library, level, team_of(library))
     assert native.level_for(dtype) == level
@@ -64,10 +72,11 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, steps: float = 2
 # ---- linear layers
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 64, 96), (2, 31, 40), (5, 100, 32), (13, 7, 33), (33, 200, 130)])
-def test_linear(level: Level, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
-    native = native_of(level, dtype)
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+@for_each(("rows", "n", "k"), [(1, 64, 96), (2, 31, 40), (5, 100, 32), (13, 7, 33), (33, 200, 130)])
+def test_linear(emulated: bool, level: Level, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+    native = native_of(level, dtype, emulated)
     x, weight, bias = random(rows, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
     for each in (None, bias):
         layer = NativeLinear(native, weight, each)
@@ -115,21 +124,23 @@ def run_linear(native: Native, layer: NativeLinear, x: Tensor, epilogue: Epilogu
     return out[:, :width]
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("epilogue", ACTIVATIONS, ids=lambda epilogue: epilogue.name)
-def test_activations(level: Level, dtype: torch.dtype, epilogue: Epilogue) -> None:
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+@for_each("epilogue", ACTIVATIONS)
+def test_activations(emulated: bool, level: Level, dtype: torch.dtype, epilogue: Epilogue) -> None:
     """Over all magnitudes: the outputs of an identity are -30 .. 30, and the ends of exp."""
-    native = native_of(level, dtype)
+    native = native_of(level, dtype, emulated)
     x = torch.cat((torch.linspace(-30, 30, 90), torch.tensor([-100.0, 100, 0, -0.0, 1e-6, -1e-6]))).to(dtype)[:, None]
     layer = NativeLinear(native, torch.ones(17, 1, dtype=dtype), None)
     expected = ACTIVATIONS[epilogue](x.double()).expand(-1, 17)
     close(run_linear(native, layer, x, epilogue), expected, dtype, scale=0.05)
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(("rows", "inner", "bias"), [(1, 88, False), (7, 40, True), (40, 17, True)])
-def test_swiglu(level: Level, dtype: torch.dtype, rows: int, inner: int, bias: bool) -> None:
-    native = native_of(level, dtype)
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+@for_each(("rows", "inner", "bias"), [(1, 88, False), (7, 40, True), (40, 17, True)])
+def test_swiglu(emulated: bool, level: Level, dtype: torch.dtype, rows: int, inner: int, bias: bool) -> None:
+    native = native_of(level, dtype, emulated)
     weight, x = random(2 * inner, 64, seed=1, dtype=dtype) / 4, random(rows, 64, dtype=dtype)
     biases = random(2 * inner, seed=2, dtype=dtype) if bias else None
     layer = NativeLinear(native, weight, biases, gated=True)
@@ -140,10 +151,11 @@ def test_swiglu(level: Level, dtype: torch.dtype, rows: int, inner: int, bias: b
     close(layer(x), expected, dtype, scale=4.0)
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_logits_are_capped(level: Level, dtype: torch.dtype, softcap: float) -> None:
-    native, kind = native_of(level, dtype), activation_dtype(level)
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+@for_each("softcap", [0.0, 3.0])
+def test_logits_are_capped(emulated: bool, level: Level, dtype: torch.dtype, softcap: float) -> None:
+    native, kind = native_of(level, dtype, emulated), activation_dtype(level)
     x, weight = random(1, 64, dtype=dtype), random(70, 64, seed=1, dtype=dtype) / 4
     layer = NativeLinear(native, weight, None)
     given = torch.zeros(rows_for(1), stride_of(64), dtype=kind)
@@ -284,12 +296,13 @@ ATTENTION: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@emulation
+@for_each(("level", "dtype"), LEVELS)
 @pytest.mark.parametrize("case", ATTENTION)
-def test_attention(level: Level, dtype: torch.dtype, case: dict[str, Any]) -> None:
+def test_attention(emulated: bool, level: Level, dtype: torch.dtype, case: dict[str, Any]) -> None:
     chunks = [(90, 1), (0, 50), (5, 4), (1500, 1), (1100, 3), (200, 150), (0, 1)]
     usual = {"chunks": chunks, "heads": 6, "kv_heads": 2, "dim": 64, "block": 16}
-    actual, expected = run_attention(native_of(level, dtype), dtype, **usual | case)
+    actual, expected = run_attention(native_of(level, dtype, emulated), dtype, **usual | case)
     close(actual, expected, dtype, steps=4, scale=0.5)
     if case.get("sinks") is SINKS:
         assert not bool(actual.view(-1, 6, 64)[:, 5].any()), "all of the weight lies on the sink"
@@ -332,9 +345,10 @@ def run_ops(
     return pool.view(2, room, shape.cell)
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-def test_an_addition_with_a_norm(level: Level, dtype: torch.dtype) -> None:
-    native, kind = native_of(level, dtype), activation_dtype(level)
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+def test_an_addition_with_a_norm(emulated: bool, level: Level, dtype: torch.dtype) -> None:
+    native, kind = native_of(level, dtype, emulated), activation_dtype(level)
     x, delta, weight = random(5, 40, dtype=dtype), random(5, 40, seed=1, dtype=dtype), random(40, seed=2)
     rows, addend, out = x.to(kind, copy=True), delta.to(kind), torch.full((5, 40), 7.0, dtype=kind)
     op = Op(kind=Kind.NORM, k=40, in_stride=40, out_stride=40, input=addend.data_ptr(), residual=rows.data_ptr())
@@ -353,12 +367,15 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("rotary_dim", [4, 40, 44])
-def test_keys_are_written_rotated_or_unchanged(level: Level, dtype: torch.dtype, turned: bool, rotary_dim: int) -> None:
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+@for_each("turned", [False, True])
+@for_each("rotary_dim", [4, 40, 44])
+def test_keys_are_written_rotated_or_unchanged(
+    emulated: bool, level: Level, dtype: torch.dtype, turned: bool, rotary_dim: int
+) -> None:
     """Rotate some or all of the 44 elements of a head."""
-    native, kind, width = native_of(level, dtype), activation_dtype(level), 4 * 44
+    native, kind, width = native_of(level, dtype, emulated), activation_dtype(level), 4 * 44
     qkv, angles = random(5, width, dtype=dtype), random(5, rotary_dim, seed=1, dtype=dtype).float()
     rows, frequencies = qkv.to(kind, copy=True), torch.zeros(rotary_dim // 2)
     op = Op(kind=Kind.ROPE_KV, out=rows.data_ptr(), out_stride=width)
@@ -374,9 +391,10 @@ def test_keys_are_written_rotated_or_unchanged(level: Level, dtype: torch.dtype,
     assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-def test_heads_are_normed_before_they_are_rotated(level: Level, dtype: torch.dtype) -> None:
-    native, kind, width = native_of(level, dtype), activation_dtype(level), 4 * 44
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+def test_heads_are_normed_before_they_are_rotated(emulated: bool, level: Level, dtype: torch.dtype) -> None:
+    native, kind, width = native_of(level, dtype, emulated), activation_dtype(level), 4 * 44
     qkv, angles, weight = (
         random(5, width, dtype=dtype),
         random(5, 40, seed=1, dtype=dtype).float(),
@@ -395,7 +413,7 @@ def test_heads_are_normed_before_they_are_rotated(level: Level, dtype: torch.dty
     assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def tiny_shape(**changes: object) -> TapeShape:
@@ -408,7 +426,7 @@ def tiny_shape(**changes: object) -> TapeShape:
     return TapeShape(**(values | changes))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "named"),
     [
         ({"heads": 3, "kv_heads": 2}, "multiple"),
@@ -428,7 +446,7 @@ def test_a_wrong_shape_is_refused_by_name(changes: dict[str, object], named: str
         Tape(native_library(), tiny_shape(**changes), [Op(kind=Kind.BEST)])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("op", "named"),
     [
         (Op(kind=77), "unknown"),
@@ -456,7 +474,7 @@ def test_a_wrong_operation_is_refused_by_name(op: Op, named: str) -> None:
         Tape(native_library(), tiny_shape(), [op])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("chunk", "change", "named"),
     [
         ((2, 0, 1, 1), None, "chunk"),

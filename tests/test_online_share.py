@@ -58,7 +58,7 @@ def test_a_thousand_waiting_chats_of_one_tenant_are_not_in_the_way_of_another(po
 
 @pytest.mark.parametrize(("policy", "units"), [("goodput", AMPLE), ("goodput", SHORT), ("apt", SHORT), ("fcfs", AMPLE)])
 def test_long_answers_that_hold_every_row_are_not_in_the_way_of_another_tenant(policy: str, units: int) -> None:
-    """Nobody's answer ends for ten seconds; with few units memory is what they hold."""
+    """No answer ends for ten seconds; with few units memory is their share of the pool."""
     light = [Arrival(2.0 + 2.0 * index, chat(f"light{index}", 300, "light")) for index in range(3)]
     alone = [record.ttft for record in replay(make_core(policy, num_units=units, max_num_seqs=16), light).values()]
     crowd = [Arrival(0.0, chat(f"heavy{index}", 40, "heavy", output=900)) for index in range(24)]
@@ -176,7 +176,7 @@ def test_a_queue_that_one_tenant_fills_has_room_for_another(policy: str) -> None
 
 
 def test_a_look_at_the_queue_knows_whose_it_is() -> None:
-    """What is asked before a prompt is read refuses nobody that the queue would take: callers without a key fill it."""
+    """The check before a prompt is read refuses no request that the queue would take: callers without a key fill it."""
     core = make_core(max_num_waiting=10)
     for index in range(10):
         core.add_request(chat(f"anonymous{index}", 10, ""), 0.0)

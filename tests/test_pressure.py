@@ -1,4 +1,4 @@
-"""Who is chosen when memory is short: the choice by columns against one request at a time, and its short cuts."""
+"""Requests to preempt when memory is short: the choice by columns against one request at a time, and its short cuts."""
 
 import math
 

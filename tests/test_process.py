@@ -1,4 +1,4 @@
-"""The engine in a process of its own: whatever becomes of the process, requests end as if nothing had happened."""
+"""The engine in a process of its own: in every fault of the process, requests end as if nothing had happened."""
 
 import asyncio
 import gc
@@ -36,6 +36,7 @@ from engine.process.client import EngineProcess
 from engine.process.launcher import Child, ProcessOptions
 from engine.process.requests import RestartPolicy
 
+pytestmark = pytest.mark.cpu_limit(8)  # each engine process imports for a second
 CHILD = Path(__file__).parent / "scripted_child.py"
 CONFIG = EngineConfig(slo="ttft_p99=20s", max_queue_time="none")
 POISON = 399
@@ -44,7 +45,7 @@ POINTS = ("before", "hang", "after", "loop", "frame", "device", "before", "hang"
 
 
 def request(name: str, prompt: int = 7, **sampling: Any) -> EngineRequest:
-    """No two names share a prefix, so that nothing depends on who comes first."""
+    """No two names share a prefix, so that nothing depends on the order of arrival."""
     params = SamplingParams(**{"max_tokens": 24, "temperature": 1.0, **sampling})
     return EngineRequest(name, (*name.encode()[:4].ljust(4), *range(prompt - 4)), params)
 
@@ -71,7 +72,7 @@ def mixture() -> list[EngineRequest]:
 async def engine_process(
     folder: Path, faults: str = "", *, loaded: bool = False, **options: Any
 ) -> AsyncIterator[EngineProcess]:
-    """Started; at the end nothing of it is left."""
+    """Started; at the end no process, task or descriptor is left."""
     await asyncio.to_thread(folder.mkdir)
     before, descriptors = children(), num_descriptors()
     command = [sys.executable, "-P", str(CHILD), str(folder), faults]
@@ -100,7 +101,7 @@ async def collect(engine: EngineProcess, asked: EngineRequest) -> list[RequestOu
 
 
 def summed(outputs: list[RequestOutput]) -> tuple[Any, ...]:
-    """What a client sees of an answer."""
+    """The parts of an answer that a client sees."""
     last = outputs[-1]
     return (
         [token for output in outputs for token in output.token_ids],
@@ -129,7 +130,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any
     return found
 
 
-@pytest.mark.parametrize("points", [POINTS[at : at + 3] for at in range(6)], ids=",".join)
+@pytest.mark.parametrize(
+    "points",
+    [pytest.param(POINTS[at : at + 3], marks=pytest.mark.slow if at % 3 else ()) for at in range(6)],
+    ids=",".join,
+)
 async def test_every_request_ends_as_if_the_process_had_not_died(
     points: tuple[str, ...], tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:

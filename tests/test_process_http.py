@@ -1,4 +1,4 @@
-"""Clients and batches over HTTP while the engine process dies: nobody sees more than a pause."""
+"""Clients and batches over HTTP while the engine process dies: clients see no more than a pause."""
 
 import asyncio
 import os

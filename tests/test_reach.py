@@ -156,7 +156,7 @@ def test_a_profile_of_other_windows_is_another_profile(tmp_path: Path) -> None:
     profile = Profile(key, "2026-01-02T03:04:05Z", LAW, 0.01, 100)
     profile.save(path := tmp_path / key.filename())
     assert Profile.load(path, key) == profile
-    assert profiled_device(path, EngineConfig(max_model_len=512)).model.reach == LAW.reach, "what a simulation goes by"
+    assert profiled_device(path, EngineConfig(max_model_len=512)).model.reach == LAW.reach, "the input of a simulation"
     for other in (replace(key, windows=""), replace(key, windows="3x16")):
         assert other.filename() != key.filename()
         with pytest.raises(ProfileError, match="windows"):

@@ -103,7 +103,7 @@ def test_tokens_equal_generate(case_of: Any, name: str, depth: int, slots: int) 
     driver.run()
     assert sum(driver.stats().preemptions.values()) > 0
     assert any({1} < {chunk.length for chunk in step.chunks} for step in driver.steps)
-    assert bool(resumed(driver)) == bool(slots)  # who was preempted
+    assert bool(resumed(driver)) == bool(slots)  # preempted requests
     assert [driver.outputs[str(index)] for index in range(len(case.prompts))] == case.answers
 
 

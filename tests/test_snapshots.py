@@ -14,7 +14,7 @@ from engine.scheduling.offline import whole
 from predictor.model import LatencyModel
 
 BLOCK, VOCAB = 4, 97
-FAR = 1000  # from one snapshot to the next: no prompt of these tests is as long
+FAR = 1000  # from one snapshot to the next: every prompt of the tests is shorter
 
 
 def make_driver(

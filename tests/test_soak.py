@@ -170,7 +170,7 @@ async def ended(client: openai.AsyncOpenAI, name: str) -> Any:
         await asyncio.sleep(1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(MINUTES * 60 * 4 + 600)
 async def test_half_an_hour_of_everything(tmp_path: Path) -> None:
     watched, dice = Watched(), random.Random(SEED)

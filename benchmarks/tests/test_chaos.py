@@ -95,7 +95,7 @@ def test_poison_is_known_by_its_row_until_that_is_released(tmp_path: Path, monke
     assert len(killed) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(900)
 async def test_nothing_is_lost_while_everything_breaks() -> None:
     command = [

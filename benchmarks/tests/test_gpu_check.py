@@ -63,7 +63,7 @@ def test_features_are_the_engine_that_the_server_builds(capsys: pytest.CaptureFi
     assert row.measured is not None and math.isfinite(row.measured)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "count"), [("equality", 2), ("ranks", 2)])
 def test_long_sections(name: str, count: int) -> None:
