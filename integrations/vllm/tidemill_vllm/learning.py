@@ -23,6 +23,8 @@ log = logging.getLogger("vllm.tidemill")
 
 FIRST_TOKENS = 32
 """Slow start: tokens of a step with offline work before the first fit."""
+FLAT = 1.5
+"""A step of at most this many times the time of the fastest one is short, too: its cost is mostly fixed."""
 REFIT_STEPS = 1_000
 """Executed steps between two refits."""
 TOLERATED = 1.5
@@ -47,6 +49,7 @@ class Learner:
         self._limits = {"token_limit": token_limit, "decode_buckets": buckets}
         self.sweep: list[Sample] = []
         self.is_fitted, self._cap, self.num_steps = False, FIRST_TOKENS, 0
+        self._fastest = math.inf
         self._worker = ThreadPoolExecutor(1, "tidemill-fit")
         self._fitting: Future[Refit | None] | None = None
         guess = LatencyModel(knots=(0,), **GUESS, **self._limits)  # type: ignore[arg-type]
@@ -116,12 +119,14 @@ class Learner:
             features: The step.
             seconds: Time from the end of the previous step, or from its launch on an idle engine.
             host: Part of it that passed before the launch.
-            easy: Seconds below half of which a step counts as short for the slow start.
+            easy: Seconds; a step below half of it is short for the slow start.
         """
         over = seconds - self.model.predict(features)
         self.model.observe(features, seconds, host)
         self.num_steps += 1
-        if not self.is_fitted and features.num_tokens >= self._cap / 2 and seconds < easy / 2:
+        self._fastest = min(self._fastest, seconds)
+        is_short = seconds < max(easy / 2, FLAT * self._fastest)
+        if not self.is_fitted and features.num_tokens >= self._cap / 2 and is_short:
             self._cap = 2 * self._cap
         due = self.num_steps % REFIT_STEPS == 0 or (not self.is_fitted and self.num_steps % FEWEST == 0)
         if due and self._fitting is None:
