@@ -91,7 +91,7 @@ def test_a_machine_without_a_sweep_is_learned(folder: Path, noise: float) -> Non
         engine.add(f"o{number}", 256, 64, 10)
     drain(engine)
     assert scheduler._learner.is_fitted
-    assert clock.now - 1000.0 < 0.5 * 64 * 320 * 0.18 / 32, "in steps of 32 tokens it would take twice as long"
+    assert clock.now - 1000.0 < 0.7 * 64 * 320 * 0.18 / 32, "as slow as steps of 32 tokens"
 
 
 @pytest.mark.parametrize(
