@@ -121,9 +121,9 @@ class Colocated:
         fresh = [] if waiting else self._startable()
         load = Load(
             now,
-            [self._decode(request) for request in decoding],
+            [self._decode(request, now) for request in decoding],
             [self._prompt(request) for request in (*prompting, *starting)],
-            [self._decode(request) for request in more],
+            [Decode(request.num_computed_tokens, self._wants(request)) for request in more],
             [Prompt(request.num_computed_tokens, self._wants(request)) for request in (*partial, *fresh)],
             len(partial),
             bool(waiting),
@@ -158,11 +158,13 @@ class Colocated:
         wants: int = request.num_tokens_with_spec + placeholders - request.num_computed_tokens
         return wants
 
-    def _decode(self, request: Any) -> Decode:
+    def _decode(self, request: Any, began: float) -> Decode:
+        """Return an online decode of a step that begins at `began`; a token in flight is emitted about then."""
         own = request.request_id
-        return Decode(
-            request.num_computed_tokens, self._wants(request), self._promises.first_due(own), self._promises.gap(own)
-        )
+        due, gap = self._promises.first_due(own), self._promises.gap(own)
+        if request.num_output_placeholders:
+            due = max(due, began + gap)
+        return Decode(request.num_computed_tokens, self._wants(request), due, gap)
 
     def _prompt(self, request: Any) -> Prompt:
         return Prompt(

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from predictor.profile import write_atomically
-
 STALE_SECONDS = 30.0
 """Age from which a status is not shown: the engine has no work, or it ended."""
 
@@ -33,7 +31,9 @@ class StatusFile:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._path.parent.stat().st_uid == os.getuid():
-                write_atomically(self._path, data)
+                new = self._path.with_suffix(".new")
+                new.write_bytes(data)  # without fsync, which would hold up the step: a lost status is written again
+                new.replace(self._path)
         except OSError:
             return
 
