@@ -43,6 +43,7 @@ wall: Callable[[], float] = time.time
 class _Step(NamedTuple):
     features: BatchFeatures
     launched: float
+    seconds: float  # expected
     is_probe: bool
     is_online: bool
 
@@ -263,8 +264,9 @@ class Colocated:
             self._promises.mark_beside([*online, *(request.request_id for request in late)])
         self._counts.offline_tokens += offline
         self._counts.tokens += features.num_tokens
-        self._steps.append(_Step(features, clock(), is_probe, bool(online)))
-        self._busy_until = began + self._learner.model.predict(features)
+        seconds = self._learner.model.expected(features)
+        self._steps.append(_Step(features, clock(), seconds, is_probe, bool(online)))
+        self._busy_until = began + seconds
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         now = clock()
@@ -277,7 +279,7 @@ class Colocated:
                     each.request_id, len(each.new_token_ids), now, is_last=each.finish_reason is not None
                 )
         self._updated, self._had_work = now, bool(self.running or self.waiting or self._steps)
-        self._busy_until = max(now, self._busy_until) if self._steps else now
+        self._busy_until = now + sum(step.seconds for step in self._steps)
         if now - self._said > STATUS_SECONDS:
             self._tell(now)
         return produced
