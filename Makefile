@@ -14,7 +14,7 @@ define check_python
 @$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 endef
 
-.PHONY: install serve serve-cpu test test-all clients check docs site models native floors wheel bench chaos ray-check gpu-check clean
+.PHONY: install serve serve-cpu test test-all clients check docs site models native floors wheel bench chaos ray-check gpu-check vllm-check clean
 
 install: $(STAMP)
 
@@ -107,6 +107,10 @@ ray-check: install
 # From a source tree, without an install: needs a Python with torch, triton and transformers (PYTHON=... picks one).
 gpu-check:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
+
+# The scheduler for vLLM against releases of vLLM's CPU build, each in an environment of its own (VLLM="0.32.0").
+vllm-check:
+	integrations/vllm/check.sh $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist engine/execution/cpu/native/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

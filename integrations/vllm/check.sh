@@ -14,5 +14,5 @@ for release in ${VLLM:-0.30.0 0.31.0 0.32.0}; do
     "$environment/bin/python" -m pip freeze --exclude tidemill-vllm > "$environment/before"
     "$environment/bin/python" -m pip install --quiet --no-deps --force-reinstall .
     "$environment/bin/python" -m pip freeze --exclude tidemill-vllm | diff "$environment/before" -
-    "$environment/bin/python" -m pytest -q -p no:cacheprovider tests "$@"
+    "$environment/bin/python" -m pytest -p no:cacheprovider -o pythonpath=tests tests "$@"
 done

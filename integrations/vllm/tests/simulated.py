@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tidemill_vllm import scheduler as plugin
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -18,8 +19,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-
-from tidemill_vllm import scheduler as plugin
 
 BLOCK = 16
 
@@ -140,7 +139,9 @@ class Engine:
         machine = self.machine
         seconds = machine.base
         for own, tokens in output.num_scheduled_tokens.items():
-            seconds += machine.token * tokens + machine.context * (starts[own] + tokens) + machine.pair * tokens * starts[own]
+            seconds += (
+                machine.token * tokens + machine.context * (starts[own] + tokens) + machine.pair * tokens * starts[own]
+            )
         slow = machine.slow if self.clock.now % 20 > 10 else 1.0
         return seconds * self._random.lognormvariate(0.0, machine.noise) * slow
 

@@ -12,7 +12,9 @@ from tidemill_vllm.endpoint import FLEX_PRIORITY, FlexTier, Gauges
 from tidemill_vllm.status import StatusFile, read_status
 
 
-def priority_of(body: bytes, path: str = "/v1/chat/completions", headers: tuple[tuple[bytes, bytes], ...] = (), parts: int = 1):
+def priority_of(
+    body: bytes, path: str = "/v1/chat/completions", headers: tuple[tuple[bytes, bytes], ...] = (), parts: int = 1
+):
     """Return the priority header that the app behind the middleware sees, and the body that it reads."""
     seen: dict[str, Any] = {}
 
@@ -93,6 +95,8 @@ def test_gauges_have_the_names_of_the_dashboard(folder: Path) -> None:
         "share": 0.5, "attainment": 0.99, "offline_tokens_per_second": 10.0, "model_error": 0.1,
         "classes": {"default": {"attainment": 0.99}, "premium": {"attainment": float("nan")}},
     })  # fmt: skip
-    found = {metric.name: [(sample.labels, sample.value) for sample in metric.samples] for metric in Gauges("x").collect()}
+    found = {
+        metric.name: [(sample.labels, sample.value) for sample in metric.samples] for metric in Gauges("x").collect()
+    }
     assert found["tidemill_slo_class_attainment"] == [({"slo_class": "default"}, 0.99)]
     assert found["tidemill_offline_share"] == [({}, 0.5)] and found["tidemill_predictor_mape"] == [({}, 0.1)]

@@ -3,11 +3,11 @@
 import math
 import time
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from predictor.model import LatencyModel
 from tidemill_vllm.plan import EASY_SHARE, FLOOR_TOKENS, Decode, Limits, Load, Planner, Prompt
+
+from predictor.model import LatencyModel
 
 MODEL = LatencyModel(intercept=0.010, decode_context=1e-7, attention=1e-9, knots=(0,), hinges=(1e-3,))
 """A step takes 10 ms and 1 ms for each token."""
@@ -43,7 +43,9 @@ def test_a_prompt_is_cut_beside_decodes_and_gets_a_floor_beside_late_ones() -> N
     on_time = plan(Load(0.0, [Decode(50, 1, due=0.1, gap=0.1)], [Prompt(0, 500, due=10.0)]))
     assert 60 < on_time.prompt_tokens < 80 and on_time.seconds <= EASY_SHARE * 0.1
     # 5 ms are left, less than a step of decodes alone: this decode is lost, and the next one is not
-    late = plan(Load(0.0, [Decode(50, 1, due=0.005, gap=0.1), Decode(50, 1, due=0.02, gap=0.1)], [Prompt(0, 500, due=0.01)]))
+    late = plan(
+        Load(0.0, [Decode(50, 1, due=0.005, gap=0.1), Decode(50, 1, due=0.02, gap=0.1)], [Prompt(0, 500, due=0.01)])
+    )
     assert 0 < late.prompt_tokens <= FLOOR_TOKENS
     lost = plan(Load(0.0, [Decode(50, 1, due=-1.0, gap=0.1)], [Prompt(0, 500, due=0.01)]))
     assert lost.prompt_tokens == 500, "no decode can be saved"
@@ -71,7 +73,7 @@ def test_chunks_end_at_blocks() -> None:
     st.integers(1, 4096), st.floats(0, 1), st.booleans(), st.sampled_from([1, 16]),
 )  # fmt: skip
 @settings(max_examples=400, deadline=None)
-def test_any_load(decodes, prompts, offline, offline_prompts, most, share, waits, block) -> None:  # noqa: PLR0913
+def test_any_load(decodes, prompts, offline, offline_prompts, most, share, waits, block) -> None:
     load = Load(
         0.0, [Decode(start, 1, due, 0.1) for start, due in decodes], [Prompt(*each) for each in prompts],
         [Decode(start, 1) for start in offline], [Prompt(*each) for each in offline_prompts], 0, waits,

@@ -3,8 +3,9 @@
 import math
 
 import pytest
-from predictor.slo import SLO, SLOError
 from tidemill_vllm.promises import Promises
+
+from predictor.slo import SLO, SLOError
 
 TWO = "ttft_p99=1s,tbt_p99=100ms;premium:ttft_p99=300ms,tbt_p99=50ms"
 

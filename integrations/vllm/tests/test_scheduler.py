@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from simulated import Clock, Engine, Machine, make_scheduler, model_folder
+from tidemill_vllm import scheduler as plugin
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
-
-from tidemill_vllm import scheduler as plugin
 
 
 @pytest.fixture(scope="module")

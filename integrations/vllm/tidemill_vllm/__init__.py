@@ -9,8 +9,8 @@ A request with a priority above 0 is offline; any other is online.
 from typing import Any
 
 
-def Scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802 (vLLM calls the name that the flag states)
-    """Return the scheduler whose base fits the engine's loop. Raises ValueError for options that cannot be understood."""
+def Scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the scheduler whose base fits the engine's loop. Raises ValueError for wrong options."""
     from tidemill_vllm.scheduler import make  # vLLM is imported by now
 
     return make(vllm_config, *args, **kwargs)

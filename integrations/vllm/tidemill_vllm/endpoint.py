@@ -1,4 +1,6 @@
-"""HTTP part in vLLM's API server: the service tier `flex` becomes a priority; `/tidemill/slo` and gauges show the promise.
+"""HTTP part in vLLM's API server: priorities by service tier, `/tidemill/slo`, and gauges.
+
+The tier `flex` becomes a priority.
 
 vLLM loads it if `VLLM_PLUGINS` names `tidemill`.
 """
@@ -82,7 +84,11 @@ class Gauges:
         for name, text, value in (
             ("slo_attainment", "Share of recently judged requests that met the SLO.", status["attainment"]),
             ("offline_share", "Share of the budget that offline work may use.", status["share"]),
-            ("offline_tokens_per_second", "Tokens of offline requests per second.", status["offline_tokens_per_second"]),
+            (
+                "offline_tokens_per_second",
+                "Tokens of offline requests per second.",
+                status["offline_tokens_per_second"],
+            ),
             ("predictor_mape", "Mean relative error of predicted step times, recent steps.", status["model_error"]),
         ):
             if value is not None:
@@ -110,7 +116,7 @@ class Endpoint:
         app.add_api_route("/tidemill/slo", slo, methods=["GET"])
         app.add_middleware(FlexTier)
 
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002 (vLLM's signature)
         """Remember which engine's status to show, and register the gauges."""
         if engine_client is None:
             return

@@ -1,8 +1,8 @@
-"""Learns step times: a sweep at the first start, corrections while serving, refits in a thread, a file for later starts.
+"""Learns step times: a sweep at the first start, corrections while serving, refits in a thread, a saved fit.
 
-Without a sweep (a request arrived first) the model is a guess. Steps with offline work then start small and double while
-they are short, until a fit replaces the guess. A fit from noisy steps is taken, too, if it is not far worse than the
-guess: margins and the scale of `OnlineModel` follow the machine, but only a fit knows that a step has a fixed cost.
+Without a sweep (a request arrived first) the model is a guess. Steps with offline work then start small and double
+while they are short, until a fit replaces the guess. A fit from noisy steps is taken, too, if it is not far worse than
+the guess: margins and the scale of `OnlineModel` follow the machine, but only a fit knows that a step has a fixed cost.
 """
 
 import logging
@@ -180,4 +180,3 @@ class Script(list[tuple[int, int, int]]):
 def chunk_limit(most: int, rng: random.Random) -> int:
     """Return a random limit on the tokens of a probe step, uniform in its logarithm."""
     return min(most, round(math.exp(rng.uniform(math.log(16), math.log(max(17, most))))))
-

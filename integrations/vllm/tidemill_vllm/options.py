@@ -37,7 +37,9 @@ class Options:
         """Read the options. Raises ValueError with one line that says what to change."""
         found = vllm_config.additional_config
         stated = found.get(KEY, {}) if isinstance(found, dict) else {}
-        unknown = sorted(set(stated) - {"slo", "sweep_seconds", "fit_dir"}) if isinstance(stated, dict) else ["not an object"]
+        unknown = (
+            sorted(set(stated) - {"slo", "sweep_seconds", "fit_dir"}) if isinstance(stated, dict) else ["not an object"]
+        )
         if unknown:
             raise ValueError(f"tidemill: unknown option {unknown[0]!r}; known are slo, sweep_seconds, fit_dir")
         if "slo" not in stated:

@@ -1,8 +1,8 @@
 """Plans one step: which requests run and how many tokens each, within the time that the promises leave.
 
-Online work comes first. Decodes are mandatory. Prompts are sized by the slack of the decodes beside them, and one prompt
-per step always gets a floor chunk. Offline work fills the rest of the step's time budget. The module knows nothing of
-vLLM. Times are in seconds on one clock.
+Online work comes first. Decodes are mandatory. Prompts are sized by the slack of the decodes beside them, and one
+prompt per step always gets a floor chunk. Offline work fills the rest of the step's time budget. The module knows
+nothing of vLLM. Times are in seconds on one clock.
 """
 
 import math
@@ -264,10 +264,7 @@ class _Step:
             return base + self.model.marginal_decodes(self.features, counts[number - 1], reads[number - 1])
 
         most = bisect_right(counts, room)
-        if math.isinf(limit):
-            number = most
-        else:
-            number = bisect_right(range(1, most + 1), limit, key=ends)
+        number = most if math.isinf(limit) else bisect_right(range(1, most + 1), limit, key=ends)
         number = max(number, min(most, int(must)))
         if number:
             self.seconds = ends(number)
@@ -287,7 +284,9 @@ class _Step:
                 break
             base = 0.0 if self.tokens else self.model.predict(self.features)
             left = limit - self.seconds - base
-            fits = room if math.isinf(left) else self.model.max_prefill(self.features, max(0.0, left), room, prompt.start)
+            fits = (
+                room if math.isinf(left) else self.model.max_prefill(self.features, max(0.0, left), room, prompt.start)
+            )
             is_due = must and not added
             if is_due:
                 fits = max(fits, min(room, LEAST_CHUNK))

@@ -70,8 +70,7 @@ class Promises:
         except SLOError:
             return self.slo.promise()
         usual = self.slo.promise()
-        limits = (min(a, b) for a, b in ((usual.ttft, own.ttft), (usual.tbt, own.tbt), (usual.e2e, own.e2e)))
-        return Promise(DEFAULT_CLASS, *limits)
+        return Promise(DEFAULT_CLASS, min(usual.ttft, own.ttft), min(usual.tbt, own.tbt), min(usual.e2e, own.e2e))
 
     def forget(self, request_id: str) -> None:
         """Drop a request that was aborted: it is not judged."""

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm
 from vllm.sampling_params import SamplingParams
@@ -48,8 +48,16 @@ class _Step(NamedTuple):
     is_online: bool
 
 
-class Colocated:
+if TYPE_CHECKING:
+    _Base = Any  # the scheduler below it, which vLLM does not type
+else:
+    _Base = object
+
+
+class Colocated(_Base):
     """Mixin above a scheduler of vLLM."""
+
+    max_num_scheduled_tokens: int
 
     def __init__(self, options: Options, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,18 +90,16 @@ class Colocated:
         self._learner.adopt()
         if self._sweep is not None:
             if (tokens := self._sweep.next(now)) is not None:
-                return self._call(tokens, [], lambda: super(Colocated, self).schedule(*args, **kwargs), now, now)
+                return self._call(tokens, [], lambda: super(Colocated, self).schedule(*args, **kwargs), now)
             self._sweep = None
             self._learner.end_sweep()
         began = max(now, self._busy_until)  # with steps in flight this one starts behind them
         plan, left_out = self._plan(began)
-        output = self._call(plan.tokens, left_out, lambda: super(Colocated, self).schedule(*args, **kwargs), now, began)
+        output = self._call(plan.tokens, left_out, lambda: super(Colocated, self).schedule(*args, **kwargs), began)
         self._counts.planned += clock() - now
         return output
 
-    def _call(
-        self, tokens: int, left_out: list[Any], schedule: Callable[[], Any], entered: float, began: float
-    ) -> Any:
+    def _call(self, tokens: int, left_out: list[Any], schedule: Callable[[], Any], began: float) -> Any:
         """Call vLLM's `schedule` with these limits, and restore them."""
         kept = {name: getattr(self, name) for name in _BAG if hasattr(self, name)}
         most = self.max_num_scheduled_tokens
@@ -145,7 +151,10 @@ class Colocated:
 
     def _by_kind(self, requests: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Return decodes, prompts, and requests whose last token is in flight."""
-        decodes, prompts, ended, most = [], [], [], 1 + self.num_spec_tokens
+        decodes: list[Any] = []
+        prompts: list[Any] = []
+        ended: list[Any] = []
+        most = 1 + self.num_spec_tokens
         for request in requests:
             wants = self._wants(request)
             (prompts if wants > most else decodes if wants > 0 else ended).append(request)
@@ -154,7 +163,10 @@ class Colocated:
     @staticmethod
     def _wants(request: Any) -> int:
         placeholders = request.num_output_placeholders
-        if placeholders and request.num_computed_tokens + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+        if (
+            placeholders
+            and request.num_computed_tokens + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens
+        ):
             return 0
         wants: int = request.num_tokens_with_spec + placeholders - request.num_computed_tokens
         return wants
@@ -168,9 +180,7 @@ class Colocated:
         return Decode(request.num_computed_tokens, self._wants(request), due, gap)
 
     def _prompt(self, request: Any) -> Prompt:
-        return Prompt(
-            request.num_computed_tokens, self._wants(request), self._promises.first_due(request.request_id)
-        )
+        return Prompt(request.num_computed_tokens, self._wants(request), self._promises.first_due(request.request_id))
 
     # ---- queues and memory
 
@@ -205,7 +215,8 @@ class Colocated:
 
     def _num_blocks(self, request: Any, tokens: int) -> int:
         """Return the new blocks of all cache groups for the next tokens. A cached prefix is not foreseen."""
-        size, done = self.block_size, request.num_computed_tokens
+        size: int = self.block_size
+        done: int = request.num_computed_tokens
         return (-(-(done + tokens) // size) - -(-done // size)) * self._num_groups
 
     @property
@@ -213,9 +224,12 @@ class Colocated:
         return max(1, len(self.kv_cache_config.kv_cache_groups))
 
     def _make_room(self, online: Sequence[Any], waiting: Sequence[Any], offline: list[Any]) -> list[Any]:
-        """Preempt offline requests, youngest first, until online work has blocks and rows; return the starting requests."""
+        """Preempt offline requests, youngest first, until online work has blocks and rows.
+
+        Return the waiting requests that start.
+        """
         need = sum(self._num_blocks(request, max(0, self._wants(request))) for request in online)
-        starting = []
+        starting: list[Any] = []
         for request in waiting:
             blocks = self._num_blocks(request, self._wants(request)) + 1
             if not self._give_up(need + blocks, len(starting) + 1, offline):
@@ -227,7 +241,10 @@ class Colocated:
         return starting
 
     def _give_up(self, blocks: int, rows: int, offline: list[Any]) -> bool:
-        """Preempt offline requests until `blocks` are free and `rows` more requests may run; return whether both hold."""
+        """Preempt offline requests until `blocks` are free and `rows` more requests may run.
+
+        Return whether both hold.
+        """
         while self._num_free_blocks() < blocks or len(self.running) + rows > self.max_num_running_reqs:
             victim = next((request for request in reversed(offline) if self._may_free(request)), None)
             if victim is None:
@@ -409,7 +426,8 @@ class _Sweep:
 
 
 def _split(running: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    online, offline = [], []
+    online: list[Any] = []
+    offline: list[Any] = []
     for request in running:
         (offline if request.priority > 0 else online).append(request)
     return online, offline
