@@ -491,6 +491,7 @@ class FileContent(Response):
         self._first = b""
         self._is_damaged = False
         headers = {"x-content-type-options": "nosniff"}
+        self._pieces: Iterator[bytes]
         if file.purpose == "batch_output":  # of unknown length: error rows replace damaged rows
             self._pieces = intact_parts(descriptor, file.bytes, lambda: self._on_damage(file.id))
         else:
@@ -509,6 +510,8 @@ class FileContent(Response):
             self.close()
 
     def close(self) -> None:
+        """Close the file, and drop what was read ahead: `_pieces` refers back to this object."""
+        self._pieces, self._first = iter(()), b""
         os.close(self._descriptor)
 
     async def _send(self, send: Send) -> None:
