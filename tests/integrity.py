@@ -13,7 +13,7 @@ from engine.cache.snapshots import Snapshots
 from engine.cache.tiers import Tiers
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus
-from engine.scheduling.queues import OnlineShare
+from engine.scheduling.fair_share import OnlineShare
 
 
 def check_core(core: EngineCore) -> None:

@@ -18,9 +18,10 @@ from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, Sampling
 from engine.errors import QueueFullError
 from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
+from engine.scheduling.fair_share import FairShare
 from engine.scheduling.objective import token_costs
 from engine.scheduling.offline import whole
-from engine.scheduling.queues import LANE_FLOOR, OFFLINE_POLICIES, FairShare, OfflineQueue
+from engine.scheduling.queues import LANE_FLOOR, OFFLINE_POLICIES, OfflineQueue
 from predictor.model import LatencyModel
 
 BLOCK = 4

@@ -5,7 +5,7 @@ tenants have requests, fair sharing decides which of their prompts are ahead. Th
 and of rows and memory that become free as running requests end. The latency model supplies the times; without a model
 the expected wait is zero.
 
-Tenants are served by the service that they have received (`engine.scheduling.queues`, virtual token counters), so a
+Tenants are served by the service that they have received (`engine.scheduling.fair_share`, virtual token counters), so a
 thousand requests of one tenant do not delay another's. Rows and memory are freed only when a request ends, so `let_in`
 transfers a row to a tenant with less than its share. The tenant with the most rows preempts its newest request, and
 keeps at least as many rows as the other tenant then has. Each request is let in and preempted this way at most once, so
@@ -23,8 +23,8 @@ from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, Sampling
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
+from engine.scheduling.fair_share import FairWalk, OnlineShare, by_tenant
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.queues import FairWalk, OnlineShare, by_tenant
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.urgency import (
     PrefillPace,

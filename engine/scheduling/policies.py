@@ -30,7 +30,7 @@ from engine.cache.placement import READ_STEPS
 from engine.errors import ConfigError
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
-from engine.scheduling.queues import by_tenant
+from engine.scheduling.fair_share import by_tenant
 from engine.scheduling.selection import DEFAULT_TTFT, Pressure, select_apt, select_goodput
 from engine.scheduling.state import FCFS, OnlinePolicy, SchedulerState
 from engine.scheduling.urgency import freed_units, owes

@@ -14,9 +14,10 @@ from engine.api import EngineRequest, RequestClass
 from engine.cache.cache import Cache
 from engine.limits import UNITS_PER_BLOCK, QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
+from engine.scheduling.fair_share import OnlineShare
 from engine.scheduling.objective import EASY_SHARE, StepObjective, token_costs
 from engine.scheduling.output import Chunk, SchedulerOutput
-from engine.scheduling.queues import OfflineQueue, OnlineShare
+from engine.scheduling.queues import OfflineQueue
 from engine.scheduling.waiting import Order, QueueContext, Start, WaitingQueue, fcfs, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
 
