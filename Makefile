@@ -14,7 +14,7 @@ define check_python
 @$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 endef
 
-.PHONY: install serve serve-cpu test clients check docs site models native floors wheel bench chaos ray-check gpu-check clean
+.PHONY: install serve serve-cpu test test-all clients check docs site models native floors wheel bench chaos ray-check gpu-check vllm-check clean
 
 install: $(STAMP)
 
@@ -43,8 +43,15 @@ $(VENV)/.serving: pyproject.toml
 	$(PIP) --editable ".$(if $(shell command -v nvidia-smi),[gpu])"
 	@touch $@
 
+# pytest caches the modules whose assertions it rewrites; without the cache each process rewrites all of the modules.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# The tests that `make test` leaves out because each takes more than 2 s of processor time, and random tests at full size.
+test-all: test
+	TEST_ALL=1 $(PYTEST) -m "(slow or fuzz) and not (manual or gpu or clients)" $(ARGS)
 
 # Real clients in environments of their own (TIDEMILL_CLIENTS=FOLDER; first use installs them), and the page of results.
 clients: install
@@ -95,11 +102,15 @@ chaos: install
 
 # Two engines as actors of a Ray cluster on this machine, one of them killed; needs the extra `ray`.
 ray-check: install
-	$(BIN)/python -m pytest -m slow tests/test_fleet_ray.py
+	$(BIN)/python -m pytest -m manual tests/test_fleet_ray.py
 
 # From a source tree, without an install: needs a Python with torch, triton and transformers (PYTHON=... picks one).
 gpu-check:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
+
+# The scheduler for vLLM against releases of vLLM's CPU build, each in an environment of its own (VLLM="0.32.0").
+vllm-check:
+	integrations/vllm/check.sh $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist engine/execution/cpu/native/*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,13 +21,24 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks import colocation
-from benchmarks.colocation import JOB, LEARNING, ONLINE_PROMPT, TABLE, Run, judged, poisson, run_arm, slo_of, split_of
+from benchmarks import loads
+from benchmarks.colocation import TABLE, summarise
 from benchmarks.figures import percentile
 from benchmarks.frame import Table, in_turn
 from benchmarks.live import Served
+from benchmarks.loads import (
+    JOB,
+    LEARNING,
+    ONLINE_PROMPT,
+    Run,
+    judged,
+    poisson,
+    restless,
+    run_arm,
+    slo_of,
+    split_of,
+)
 from benchmarks.machine import describe, provenance
-from benchmarks.neighbours import restless
 from benchmarks.peers import finders
 from benchmarks.peers.engine import Engine, start_all
 from benchmarks.weights import LAYERS, make_checkpoint
@@ -140,7 +151,7 @@ def measure_loads(arms: Sequence[Arm], served: Served, seed: int, args: argparse
         for arm in arms:
             with load.beside():
                 run = arm.measure(served, arrivals, args.seconds, seed, name, prompt=load.prompt, **settings)
-            colocation.summarise(f"{arm.name}, {name} {seed}", [run], args.ttft, args.tbt)
+            summarise(f"{arm.name}, {name} {seed}", [run], args.ttft, args.tbt)
 
 
 def report(arms: Sequence[Arm], loads: Sequence[str], ttft: float, tbt: float) -> None:
@@ -213,8 +224,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write all figures to this file")
     finders.add_flags(parser, ["vllm"])
     args = parser.parse_args(argv)
-    if args.seconds <= colocation.WARM_UP:
-        parser.error(f"--seconds must exceed {colocation.WARM_UP:g}, which do not count")
+    if args.seconds <= loads.WARM_UP:
+        parser.error(f"--seconds must exceed {loads.WARM_UP:g}, which do not count")
     return args
 
 
@@ -223,8 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"
     about = (
         f"co-location: random Llama of {args.layers} layers, {args.dtype}, {args.threads} threads, SLO {slo}, "
-        f"{args.rate} chats/s of {colocation.ONLINE_PROMPT}/{colocation.ONLINE_OUTPUT} beside {colocation.OUTSTANDING} "
-        f"clients (or a batch job) of {colocation.OFFLINE_PROMPT}/{colocation.OFFLINE_OUTPUT}; {describe()}"
+        f"{args.rate} chats/s of {loads.ONLINE_PROMPT}/{loads.ONLINE_OUTPUT} beside {loads.OUTSTANDING} "
+        f"clients (or a batch job) of {loads.OFFLINE_PROMPT}/{loads.OFFLINE_OUTPUT}; {describe()}"
     )
     print(about, flush=True)
     with tempfile.TemporaryDirectory() as name:

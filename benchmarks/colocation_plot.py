@@ -1,19 +1,12 @@
 """The figure of a run of co-location: chats against their limits, and the output of both classes below."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.drawing import Floats, Mark, Series, chart, document
-from loadgen.metrics import token_events
-from loadgen.records import RequestRecord
+from benchmarks.loads import Run, output_events
 from loadgen.stats import nearest_rank
-
-if TYPE_CHECKING:
-    from benchmarks.colocation import Run
 
 BIN = 3.0
 """Width of a point of the lower panel, seconds."""
@@ -54,12 +47,6 @@ def draw(run: Run, ttft: float, tbt: float) -> str:
         span=span,
     )
     return document([above, below], text=TEXT)
-
-
-def output_events(record: RequestRecord) -> list[tuple[float, float]]:
-    """Return (time, output tokens) of a request."""
-    times, _, answer = token_events(record)
-    return list(zip(times.tolist(), answer.tolist(), strict=True))
 
 
 def rate(events: Sequence[tuple[float, float]], seconds: float) -> tuple[Floats, Floats]:

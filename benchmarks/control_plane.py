@@ -12,11 +12,10 @@ from benchmarks.machine import describe
 from engine.api import EngineRequest, SamplingParams
 from engine.core import EngineCore
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
-from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.policies import find_policy
-from engine.scheduling.selection import apt_values
+from engine.scheduling.selection import Columns, apt_values, choose
 from engine.scheduling.speculation import Speculation
 from engine.speculation.drafts import Drafts
 from predictor.features import BatchFeatures
@@ -101,7 +100,7 @@ ARMS = (("fcfs", 0), ("apt:0", 0), ("apt:0", 700), ("apt:0.4", 700), ("goodput-s
 
 
 def pressed_core(policy: str, scratch: int, waiting: int) -> tuple[EngineCore, float]:
-    """A pool that 64 requests fill, and `waiting` behind them of which about a quarter have missed their SLO; the core
+    """A pool that 64 requests fill, and `waiting` behind them, a quarter already late; the core
     and its time."""
     generator, knots = random.Random(0), tuple(range(0, 512, 32))
     model = LatencyModel(

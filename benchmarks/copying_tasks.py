@@ -1,25 +1,58 @@
-"""Tasks whose answers use the words of the prompt: quotes, rewritten text, renamed code and records as JSON.
+"""Tasks whose answers use the words of the prompt, such as quotes, renamed code and records as JSON; plain questions.
 
-Every generator takes a seeded `random.Random` and returns a question and its answer.
+Every generator takes a seeded `random.Random`. A task returns a question and its answer.
 """
 
 import json
 import random
-from collections.abc import Callable, Iterator
-
-from benchmarks.demo_training import facts
-from benchmarks.demo_training.corpus import CITIES, PASTIMES, Corpus, messages
-from benchmarks.demo_training.formal import Message
-from benchmarks.demo_training.phrases import noise_word
+from collections.abc import Callable
 
 Task = Callable[[random.Random], tuple[str, str]]
+
+NAMES = (
+    "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Hugo", "Ida", "Jonas", "Lena", "Max", "Nina", "Oscar", "Paul",
+    "Rosa", "Sam", "Uma", "Vera", "Will", "Zoe",
+)  # fmt: skip
+CITIES = (
+    "Paris", "Berlin", "Rome", "Madrid", "Lisbon", "Oslo", "Athens", "Vienna", "Cairo", "Tokyo", "Ottawa", "Lima",
+    "Chicago", "Munich", "Lyon",
+)  # fmt: skip
+COUNTRIES = ("France", "Germany", "Italy", "Spain", "Portugal", "Norway", "Greece", "Austria", "Egypt", "Japan", "Peru")
+PASTIMES = (
+    "tea",
+    "coffee",
+    "music",
+    "bread",
+    "cheese",
+    "books",
+    "chess",
+    "football",
+    "trains",
+    "boats",
+    "rain",
+    "snow",
+)
+THINGS = (
+    "lamp",
+    "book",
+    "letter",
+    "key",
+    "clock",
+    "pencil",
+    "bottle",
+    "basket",
+    "button",
+    "hammer",
+    "candle",
+    "mirror",
+)
 
 SENTENCES = (
     "{n} lives in {c} and likes {p}.",
     "In {c} {n} met {m} and spoke about {p}.",
     "The {w} of {n} costs {d} and comes from {c}.",
     "{n} sent {d} letters to {m} in {c}.",
-    "Nobody in {c} knows the {w} of {m}.",
+    "No person in {c} knows the {w} of {m}.",
     "After {d} days {n} sold the {w} to {m}.",
 )
 CODE = (
@@ -30,12 +63,37 @@ CODE = (
     "print({a}, {b})",
     "{a} = {b} * {d} - {a}",
 )
-SHARE_OF_CHAT = 0.25
-"""Share of the demo model's own dialogues in training, so that the model still chats."""
+QUESTIONS = (
+    "Hello!",
+    "Who are you?",
+    "What is tidemill?",
+    "What does TTFT mean?",
+    "How do I start the server?",
+    "Write a poem about the tide",
+    "Who invented the telephone?",
+    "What is the capital of {country}?",
+    "What is {few} + {more}?",
+    "Count from {few} to {more}.",
+    "Spell {thing}",
+    "Say: the {thing} is in {city}",
+)
+
+
+def noise_word(rng: random.Random) -> str:
+    """Return a word without a meaning that can be spoken, such as "dorimel"."""
+    syllables = (rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(2, 4)))
+    return "".join(syllables)[: rng.randint(3, 9)] + rng.choice(("", "", "n", "r", "s", "l", "x"))
+
+
+def question(rng: random.Random) -> str:
+    """Return a question without a text, as the packaged model was trained to answer them."""
+    few = rng.randint(1, 9)
+    words = {"country": rng.choice(COUNTRIES), "thing": rng.choice(THINGS), "city": rng.choice(CITIES)}
+    return rng.choice(QUESTIONS).format(**words, few=few, more=few + rng.randint(1, 9))
 
 
 def _name(rng: random.Random) -> str:
-    return rng.choice(facts.NAMES) if rng.random() < 0.5 else noise_word(rng).capitalize()
+    return rng.choice(NAMES) if rng.random() < 0.5 else noise_word(rng).capitalize()
 
 
 def _sentences(rng: random.Random, low: int, high: int) -> list[str]:
@@ -99,29 +157,13 @@ def records(rng: random.Random) -> tuple[str, str]:
 def ticket(rng: random.Random) -> tuple[str, str]:
     """Fill a form from a message: the answers of a batch of such lines repeat each other."""
     name, city, days = _name(rng), rng.choice(CITIES), rng.randint(2, 30)
-    lost, colour = rng.choice(facts.WORDS), rng.choice(("red", "blue", "green", "white"))
-    question = f"Ticket: {name} from {city} lost a {colour} {lost} {days} days ago."
+    lost, colour = rng.choice(THINGS), rng.choice(("red", "blue", "green", "white"))
+    asked = f"Ticket: {name} from {city} lost a {colour} {lost} {days} days ago."
     answer = {"category": "lost property", "customer": name, "city": city, "item": lost, "colour": colour, "days": days}
     rest = {"urgent": days < 7, "department": "customer service", "reply": f"Dear {name}, we look for your {lost}."}
-    return question, json.dumps({**answer, **rest})
+    return asked, json.dumps({**answer, **rest})
 
 
 GROUNDED: dict[str, Task] = {
     "quote": quote, "extract": extract, "rewrite": rewrite, "rename": rename, "records": records,
 }  # fmt: skip
-
-
-class Tasks:
-    """Training dialogues: these tasks and the demo model's own."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-        self._chat = Corpus(seed)
-
-    def dialogues(self) -> Iterator[list[Message]]:
-        tasks = [*GROUNDED.values(), ticket]
-        while True:
-            if self._rng.random() < SHARE_OF_CHAT:
-                yield self._chat.dialogue()
-            else:
-                yield messages([self._rng.choice(tasks)(self._rng)])

@@ -1,12 +1,10 @@
-"""The frame of a live comparison: arms that take turns, each on a server of its own, and a table that grows with them.
-
-A benchmark says what its arms are (flags of their servers), what one run is and what stands in a line of its table.
-Knows nothing of what is measured.
-"""
+"""The frame of a live comparison: arms that take turns, each on servers of its own, and a table of their runs."""
 
 import asyncio
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,13 +15,13 @@ Run = TypeVar("Run")
 
 
 def in_turn(items: Sequence[Item], number: int) -> list[Item]:
-    """All items in the order of round `number`: each is the first in its turn."""
+    """Return all items in the order of round `number`: each round begins with another item."""
     first = number % len(items)
     return [*items[first:], *items[:first]]
 
 
 class Table:
-    """Aligned lines of text. `columns`: the format of each value by its title; the first is a name, to the left."""
+    """Aligned lines of text. `columns`: the format of each value by its title; the first column is to the left."""
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self._formats = tuple(columns.values())
@@ -31,7 +29,7 @@ class Table:
         self.heading = self._join(columns)
 
     def line(self, *values: Any) -> str:
-        """One line of the table."""
+        """Return one line of the table."""
         return self._join(map(format, values, self._formats))
 
     def _join(self, cells: Iterable[str]) -> str:
@@ -39,29 +37,39 @@ class Table:
         return " ".join([name[0].ljust(name[1]), *(cell.rjust(width) for cell, width in others)])
 
 
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One side of a comparison: flags of its servers, their number, and settings of the load."""
+
+    flags: Sequence[str] = ()
+    servers: int = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
 def compare(
     folder: Path,
     flags: Sequence[str],
-    arms: Mapping[str, Sequence[str]],
+    arms: Mapping[str, Arm],
     rounds: int,
-    measure: Callable[[str, int], Coroutine[Any, Any, Run]],
+    measure: Callable[[list[str], int, Arm], Coroutine[Any, Any, Run]],
     table: Table,
     row: Callable[[str, Sequence[Run]], str],
-    beside: Callable[[int], None] | None = None,
 ) -> dict[str, list[Run]]:
-    """Every arm once a round, and the runs of each. `measure` takes a server's address and the round's number; `row` is
-    a line of the table, pooled over runs: printed after each run, and for all at the end. `beside` is called at the
-    end of each round."""
+    """Run every arm once a round and return the runs of each arm.
+
+    `measure` takes the addresses of an arm's servers and the number of the round. `row` makes a line of the table,
+    pooled over runs: it is printed after each run, and for all runs at the end.
+    """
     found: dict[str, list[Run]] = {arm: [] for arm in arms}
     for number in range(rounds):
-        for place, arm in enumerate(in_turn(list(arms), number)):
-            state = f"--state-dir={folder / f'state-{number}-{place}'}"
-            with server(folder, 0, *flags, *arms[arm], state) as url:
-                found[arm].append(asyncio.run(measure(url, number)))
-            print("  " + row(arm, found[arm][-1:]), flush=True)
-        if beside is not None:
-            beside(number)
+        for place, name in enumerate(in_turn(list(arms), number)):
+            arm = arms[name]
+            with ExitStack() as stack:
+                states = [f"--state-dir={folder / f'state-{number}-{place}-{i}'}" for i in range(arm.servers)]
+                urls = [stack.enter_context(server(folder, 0, *flags, *arm.flags, state)) for state in states]
+                found[name].append(asyncio.run(measure(urls, number, arm)))
+            print("  " + row(name, found[name][-1:]), flush=True)
     print(table.heading)
-    for arm, runs in found.items():
-        print(row(arm, runs), flush=True)
+    for name, runs in found.items():
+        print(row(name, runs), flush=True)
     return found

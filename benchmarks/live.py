@@ -1,5 +1,5 @@
-"""What the live benchmarks share: a model of random weights, `tidemill serve` as a user would start it, runs of the
-load generator against it, and its page of metrics."""
+"""Shared parts of the live benchmarks: a model of random weights, `tidemill serve` as a user would start it, runs of
+the load generator against it, and its page of metrics."""
 
 import asyncio
 import json
@@ -117,7 +117,7 @@ def serving(
         with suppress(subprocess.TimeoutExpired):
             process.wait(30)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it left behind
+            os.killpg(process.pid, signal.SIGKILL)  # processes left behind
         process.wait()
 
 
@@ -209,7 +209,7 @@ def look_interval(seconds: float) -> float:
 
 
 class Follower(Protocol):
-    """What goes on beside a plan, on the clock of its records."""
+    """Work beside a plan, on the clock of its records."""
 
     async def follow(self, url: str, start: float) -> None:
         """Until cancelled."""
@@ -279,7 +279,7 @@ async def wait_quiet(url: str, names: Sequence[str] = OPEN) -> None:
 
 def wait_for_rest(servers: Sequence[Served], looks: int = MOST_LOOKS) -> None:
     """Until these do nothing any more: threads of OpenMP spin for a while after the last step, and a step may go on
-    when nobody waits for it, on the cores of whoever is next."""
+    without a client, on the cores of the next server."""
     for _ in range(looks):
         before = sum(server.cpu_seconds() for server in servers)
         time.sleep(LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""What a figure was measured on, in one line."""
+"""The machine of a figure, in one line."""
 
 import os
 import shlex

@@ -1,13 +1,12 @@
 """A pool too small for its load, live: K and V alone, in 8 bits, the hybrid cache, and the host tier under the same
 arrivals.
 
-The packaged demo model (as many KV heads as heads, rotary embeddings); one of the same size without rotary embeddings
-(`--model opt`, random weights); or one with half the KV heads (`--model gqa`, random weights), which offers no hidden
-state. All pools take the same bytes, so that one of 8 bits has more blocks. Each arm has a server of its own; every
-seed's requests arrive at the same times in each. Admitted are requests of a burst that ran at once before the first was
-preempted. Attainment counts requests whose first token came within the TTFT limit and whose nearest-rank P99 gap is
-within the TBT limit; those refused with 429 count as missed. Recomputed are the tokens that the server computed beyond
-one pass over every answered request.
+The packaged demo model (as many KV heads as heads), or one with half the KV heads (`--model gqa`, random weights),
+which offers no hidden state. All pools take the same bytes, so that one of 8 bits has more blocks. Each arm has a
+server of its own; every seed's requests arrive at the same times in each. Admitted are requests of a burst that ran at
+once before the first was preempted. Attainment counts requests whose first token came within the TTFT limit and whose
+nearest-rank P99 gap is within the TBT limit; those refused with 429 count as missed. Recomputed are the tokens that
+the server computed beyond one pass over every answered request.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,23 +46,6 @@ ARMS = {
 """The arms: flags of their servers."""
 GQA_HEADS = 2
 """KV heads of the model `gqa`, of four heads."""
-OPT_CONFIG: dict[str, Any] = {
-    "architectures": ["OPTForCausalLM"],
-    "model_type": "opt",
-    "hidden_size": 256,
-    "word_embed_proj_dim": 256,
-    "ffn_dim": 864,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "vocab_size": 2560,
-    "max_position_embeddings": 2048,
-    "activation_function": "relu",
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-"""The demo model's sizes without rotary embeddings; the two matrices of its MLP hold what the demo's three do."""
 SAMPLE_SECONDS = 0.5
 BURST = 32
 COUNTED = ("preemptions", "prefill_tokens", "decode_tokens")
@@ -74,7 +55,7 @@ HIDDEN, RUNNING, PREEMPTED = "tidemill_hidden_blocks", "tidemill_requests_runnin
 
 @dataclass(slots=True)
 class PressureRun:
-    """One seed of one arm. `counts`: what the server's counters grew by; `hidden_blocks`: the gauge, as sampled;
+    """One seed of one arm. `counts`: growth of the server's counters; `hidden_blocks`: the gauge, as sampled;
     `admitted`: the most requests seen to run before one was preempted."""
 
     prompt: int
@@ -97,7 +78,7 @@ def model_folder(folder: Path, model: str) -> tuple[str, ...]:
         shutil.copy(PACKAGED / name, folder / name)
     if model != "demo":
         fewer = json.loads((PACKAGED / "config.json").read_bytes()) | {"num_key_value_heads": GQA_HEADS}
-        (folder / "config.json").write_text(json.dumps(OPT_CONFIG if model == "opt" else fewer))
+        (folder / "config.json").write_text(json.dumps(fewer))
         return ("--load-format=dummy",)
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         shutil.copy(PACKAGED / name, folder / name)
@@ -105,8 +86,7 @@ def model_folder(folder: Path, model: str) -> tuple[str, ...]:
 
 
 def counters(page: str) -> dict[str, float]:
-    """What a page of /metrics counts, each summed over its labels, cache units by operation; 0 for what is not there
-    yet."""
+    """Return the counters of a page of /metrics, summed over labels, cache units by operation; 0 for missing ones."""
     names = {name: f"tidemill_{name}_total" for name in COUNTED}
     names |= {name: f'tidemill_cache_units_total{{operation="{name}"}}' for name in MOVED}
     return {name: read_metric(page, metric, missing=0.0) for name, metric in names.items()}
@@ -175,23 +155,12 @@ def show(name: str, seed: str, runs: Sequence[PressureRun], ttft: float, tbt: fl
     )
 
 
-def costs(profile: Path) -> str:
-    """A line with what the kept profile says of the cache's representations."""
-    about = json.loads(profile.read_bytes())
-    found = {name: "-" if value is None else f"{value * 1e6:.2f}" for name, value in about["cache_costs"].items()}
-    return (
-        f"measured: {found['run_hidden']} µs a token that a step runs from hidden state and {found['run_hidden_step']} "
-        f"for the first, {found['restore']} and {found['restore_step']} restored; "
-        f"{found['swap_out']} µs a unit swapped out, {found['swap_in']} in; step times {about['held_out_mape']:.1%} off"
-    )
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks pressure", description=__doc__)
-    parser.add_argument("--model", choices=("demo", "opt", "gqa"), default="demo")
+    parser.add_argument("--model", choices=("demo", "gqa"), default="demo")
     parser.add_argument("--rate", type=float, help="requests a second (default: by --load)")
     parser.add_argument(
-        "--load", type=float, default=1.2, help="the rate as a multiple of what the first arm answers of a burst"
+        "--load", type=float, default=1.2, help="the rate as a multiple of the first arm's answers/s in a burst"
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="of arrivals, for each seed of each arm")
     parser.add_argument("--seeds", type=int, default=2)
@@ -224,10 +193,6 @@ def main(argv: list[str] | None = None) -> None:
             f"--state-dir={folder / 'state'}",
         )
         found = {arm: run_arm(args, folder, arm, flags) for arm in ARMS}
-        profile = max(
-            (folder / "tidemill" / "profiles").glob("*.json"), key=lambda path: b"cache_costs" in path.read_bytes()
-        )
-        print(costs(profile))
     print(TABLE.heading)
     for arm, runs in found.items():
         print(show(arm, "all", runs, args.ttft, args.tbt))

@@ -75,8 +75,7 @@ GEMMA = CONFIG | {
     "final_logit_softcapping": 30.0,
     "sliding_window": 128,
 }
-"""What a Gemma 2 attends by: a scale of its own, caps, and in every other layer a window that ends within what is
-drawn."""
+"""Attention of a Gemma 2: a scale, caps, and in every other layer a window shorter than the drawn text."""
 BLOCKS = 1200  # of KV: room for the longest shape
 QUESTIONS = (
     "What is the capital of France?",

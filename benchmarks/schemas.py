@@ -1,4 +1,4 @@
-"""A file of JSON schemas with valid and invalid instances against what is enforced here: every verdict, then answers.
+"""A file of JSON schemas with valid and invalid instances against the enforced grammars: every verdict, then answers.
 
 `FILE`: lines of JSON, gzipped or not: {"name", "schema", "tests": [{"valid", "data"}, ...]}, as MaskBench's. Each
 schema is compiled as the server does it, with the packaged tokenizer, and each instance goes through its grammar token
@@ -108,7 +108,7 @@ async def answer_all(url: str, cases: Sequence[Case], findings: Findings, option
 
 
 def take_answer(case: Case, status: int, answer: Mapping[str, Any], findings: Findings) -> None:
-    """What the server made of a schema, beside what was found without it."""
+    """Compare the server's answer to a schema with the verdict without a server."""
     if status == HTTPStatus.BAD_REQUEST:
         findings.counts["400"] += 1
         if answer["error"]["message"] != findings.refused.get(case.name) or answer["error"]["param"] != PARAM:
@@ -127,7 +127,8 @@ def take_answer(case: Case, status: int, answer: Mapping[str, Any], findings: Fi
 
 
 def is_valid(schema: Schema, text: str) -> bool:
-    """The oracle's word on an answer. A number beyond a double's range, which is JSON, too, is the largest of those."""
+    """The oracle's word on an answer. A number beyond a double's range, which is JSON, too, becomes the largest
+    double."""
     import jsonschema_rs  # of the extra dev, which a load generator does not need
 
     try:

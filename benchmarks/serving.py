@@ -3,18 +3,14 @@
 All run beside each other and are measured in turn, round by round, by one client on the same cores (a peer without a
 server in process, and its name says so): one stream, three prompts of 512 tokens one after the other, whose median
 counts, 8 and 16 streams of 128 in and 64 out; the same words, greedy, no end before its length. Figures are medians of
-the rounds. What those that wait for their turn take of the cores meanwhile is said. The machine's limits are measured
-in the same run: one stream against reading the weights once per token, prefill against the matmul rate, batches against
-their prompts at that rate and the bare linear layers of as many steps as they have tokens. A turn begins when the
-threads of those before it have ceased to spin.
+the rounds. The processor time that waiting engines take meanwhile is printed. A turn begins when the threads of the
+engines before it have ceased to spin.
 """
 
 import argparse
 import asyncio
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
@@ -47,7 +43,7 @@ Answers = Callable[[Plan], Awaitable[list[RequestRecord]]]
 
 
 class Failed(Exception):
-    """A round in which an answer was not what was asked for."""
+    """A round with an incomplete answer."""
 
 
 @dataclass(slots=True)
@@ -136,23 +132,7 @@ def alternate(arms: Sequence[Arm], rounds: int, **settings: Any) -> None:
             print(f"{f'round {number}' if number else 'warm-up'}: {arm.engine.name} {cells}", flush=True)
 
 
-def measure_limits(folder: Path, threads: int, dtype: str) -> tuple[Figures, dict[str, Any]]:
-    """The best this machine could do, by the roofline of the linear layers alone."""
-    command = [sys.executable, "-m", "benchmarks.limits", "--config", str(folder / "config.json"), "--dtype", dtype]
-    found = json.loads(subprocess.run([*command, "--threads", str(threads)], capture_output=True, check=True).stdout)
-    # A prompt's head is computed for its last token only.
-    prefill_flops = PREFILL * (found["linear_flops_per_token"] - found["head_flops_per_token"])
-    prefill = float(found["matmul_rate"] / prefill_flops * PREFILL)
-
-    def batch(count: int) -> float:
-        """Output tokens per second: the prompts come first, in the time that is measured."""
-        stack = float(found["linear_stack_seconds"][str(count)])
-        return count * OUTPUT / (count * PROMPT / prefill + OUTPUT * stack)
-
-    return Figures(found["read_bandwidth"] / found["linear_bytes"], prefill, batch(8), batch(16)), found
-
-
-def show(arms: Sequence[Arm], limits: Figures | None) -> None:
+def show(arms: Sequence[Arm]) -> None:
     """The table: this server first, then each other row with ours as a ratio to it."""
     columns = f"{'1 stream':>9} {'prefill 512':>12} {'8 x 128/64':>11} {'16 x 128/64':>12}"
     print(f"{'tok/s (medians)':{NAME}} {columns}  TBT P50 / P99 / longest, ms")
@@ -161,7 +141,7 @@ def show(arms: Sequence[Arm], limits: Figures | None) -> None:
         tail = "  " + " / ".join(f"{seconds * 1e3:.0f}" for seconds in arm.gap_figures().values())
         print(line(f"{arm.engine.name} ({arm.engine.version})", medians(arm.rounds), 0) + tail)
     others = [(arm.engine.name, medians(arm.rounds)) for arm in arms[1:]]
-    for name, figures in [*others, *([("the limit", limits)] if limits else [])]:
+    for name, figures in others:
         print(line(f"tidemill / {name}", ratio(ours, figures), 2))
 
 
@@ -171,26 +151,18 @@ def line(name: str, row: Figures, digits: int) -> str:
     return f"{name:{NAME}} {one:>9} {prefill:>12} {eight:>11} {sixteen:>12}"
 
 
-def report(arms: Sequence[Arm], limits: tuple[Figures, dict[str, Any]] | None, output: Path | None, about: str) -> None:
-    """Prints what was found and writes it all to `output`."""
+def report(arms: Sequence[Arm], output: Path | None, about: str) -> None:
+    """Print the table and write all figures to `output`."""
     for arm in [arm for arm in arms if not arm.rounds]:
         print(f"{arm.engine.name} answered no round in full and is left out")
     kept = [arm for arm in arms if arm.rounds]
     if not kept or kept[0] is not arms[0]:
         raise SystemExit("no round of this server is whole")
-    show(kept, limits[0] if limits else None)
+    show(kept)
     for arm in kept if len(kept) > 1 else ():
         print(f"{arm.engine.name} took {arm.waiting:.1f} s of processor time while others were measured")
-    if limits:
-        found, stack = limits[1], limits[1]["linear_stack_seconds"]
-        print(
-            f"read {found['read_bandwidth'] / 1e9:.1f} GB/s, matmul {found['matmul_rate'] / 1e9:.0f} GFLOP/s", end=", "
-        )
-        print(", ".join(f"linear layers at {n} rows {s * 1e3:.1f} ms" for n, s in stack.items()))
     if output is not None:
         whole = {"about": about, "engines": {arm.engine.name: arm.summary() for arm in kept}}
-        if limits:
-            whole |= {"limits": limits[1], "limit": asdict(limits[0])}
         output.write_text(json.dumps(whole, indent=1) + "\n")
 
 
@@ -198,10 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks serving", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of each engine, besides one to warm up (default: 5)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="where all figures are written")
-    parser.add_argument("--no-limits", action="store_true", help="leave the machine's limits out")
-    parser.add_argument(
-        "--slo", default=PROMISE, help="of this server: what may prolong gaps, prompts that come meanwhile, follows it"
-    )
+    parser.add_argument("--slo", default=PROMISE, help="of this server; prompts may prolong gaps within it")
     finders.add_flags(parser)
     args = parser.parse_args(argv)
     if args.rounds < 1:
@@ -216,10 +185,9 @@ def main(argv: list[str] | None = None) -> None:
         folder = Path(name) / "model"
         folder.mkdir()
         words = make_checkpoint(folder, args.dtype)
-        limits = None if args.no_limits else measure_limits(folder, args.threads, args.dtype)
         arms = [Arm(engine, served) for engine, served in start_all(engines, folder, stack)]
         alternate(arms, args.rounds, source=words)
-        report(arms, limits, args.output, about)
+        report(arms, args.output, about)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ Found = dict[tuple[str, str], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the host adds between two steps (s), and over how many steps that was measured."""
+    """Host time between two steps (s), and the number of measured steps."""
 
     seconds: float
     steps: int

@@ -8,8 +8,6 @@ a Llama of 134 M parameters. Arms take turns, each on a server of its own, with 
 - job: a batch of `--lines` forms of one kind
 - beside: chats that arrive at random beside such a job; `kept` is the share with TTFT and TBT within the SLO
 
-With `--vllm`, vLLM answers the requests of one stream at the end of each round, with and without its n-gram drafts.
-
 Speculation must not change answers; `changed` counts answers that differ from the first arm of the round. In bfloat16
 an answer may differ where two logits are nearly equal.
 """
@@ -21,36 +19,30 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import orjson
 
-from benchmarks.colocation import poisson, slo_of
-from benchmarks.copying_tasks import GROUNDED, Task, ticket
-from benchmarks.demo_training.corpus import Corpus, messages
-from benchmarks.frame import Table, compare
+from benchmarks.copying_tasks import GROUNDED, question, ticket
+from benchmarks.frame import Arm, Table, compare
 from benchmarks.live import ANSWER_SECONDS, metrics_page, read_metric, wait_quiet
+from benchmarks.loads import poisson, slo_of
 from benchmarks.machine import describe
 from benchmarks.peers import finders
-from benchmarks.peers.engine import start_all
 from loadgen.arrivals import constant_rate
 from loadgen.client import Client
 from loadgen.jobs import TERMINAL, create, expect, job_lines, upload
 from loadgen.records import RequestRecord
 from loadgen.target import Target
 
-ARMS = {"on": ("--speculation=on",), "off": ("--speculation=off",)}
+ARMS = {name: Arm((f"--speculation={name}",)) for name in ("on", "off")}
 CHAT = "/v1/chat/completions"
 TTFT, TBT = 1.5, 0.15
 MOST_TOKENS = 400
 POLL = 0.1
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-PEERS = {"vLLM, n-gram": ("--speculative-config", json.dumps(NGRAMS)), "vLLM": ()}
 STEPS, OFFLINE_TOKENS = "tidemill_steps_total", "tidemill_offline_tokens_total"
 
 Body = dict[str, Any]
@@ -98,24 +90,25 @@ class Run:
         return [*self.grounded.answers, *self.chat.answers, *self.job.answers]
 
 
-def body_of(question: list[dict[str, str]], **fields: Any) -> Body:
+def body_of(text: str, **fields: Any) -> Body:
     """Return the body of a chat completion."""
-    return {"model": "model", "messages": question, "max_tokens": MOST_TOKENS, "temperature": 0.0, **fields}
+    return {
+        "model": "model",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": MOST_TOKENS,
+        "temperature": 0.0,
+        **fields,
+    }
 
 
 def make_load(options: argparse.Namespace, seed: int) -> Load:
-    """Draw the requests of a round. No question of training occurs: its seeds differ."""
+    """Draw the requests of a round."""
     rng = random.Random(f"speculation {seed}")
     tasks = list(GROUNDED.values())
-
-    def asked(task: Task) -> list[dict[str, str]]:
-        return messages([task(rng)])[:1]
-
-    dialogues = (dialogue[:-1] for dialogue in Corpus(10_000 + seed).dialogues() if len(dialogue) == 2)
     return Load(
-        [body_of(asked(tasks[number % len(tasks)])) for number in range(options.requests)],
-        [body_of(each, temperature=1.0, seed=i) for i, each in enumerate(islice(dialogues, 3 * options.requests))],
-        [body_of(asked(ticket)) for _ in range(options.lines)],
+        [body_of(tasks[number % len(tasks)](rng)[0]) for number in range(options.requests)],
+        [body_of(question(rng), temperature=1.0, seed=number) for number in range(3 * options.requests)],
+        [body_of(ticket(rng)[0]) for _ in range(options.lines)],
         poisson(constant_rate(options.rate), options.seconds, seed),
         options.seconds,
     )
@@ -203,32 +196,6 @@ async def measure(url: str, load: Load) -> Run:
         return Run(grounded, chat, job, *await beside(url, client, load))
 
 
-async def measure_peer(url: str, load: Load) -> tuple[float, float]:
-    """Return output tokens/s of grounded answers and of chat from another server."""
-    rates = []
-    async with Client(Target(url, timeout=ANSWER_SECONDS), time.monotonic) as client:
-        await one_stream(client, [load.grounded[-1], *load.chat[-2:]])  # warm-up
-        for bodies in (load.grounded, load.chat):
-            begin = time.monotonic()
-            found = await one_stream(client, bodies)
-            rates.append(sum(tokens for _, tokens in found) / (time.monotonic() - begin))
-    return rates[0], rates[1]
-
-
-def peers_of(options: argparse.Namespace, folder: Path, loads: Sequence[Load]) -> Callable[[int], None]:
-    """Return a function that measures the arms of vLLM in a round, and prints them."""
-
-    def measure_all(number: int) -> None:
-        for name, flags in PEERS.items() if options.vllm else ():
-            engine = finders.vllm(options.vllm, options.threads, options.dtype, *flags)
-            with ExitStack() as stack:
-                for _, served in start_all([engine], folder, stack):
-                    grounded, chat = asyncio.run(measure_peer(served.url, loads[number]))
-                    print(f"  {name}: grounded {grounded:.1f} tok/s, chat {chat:.1f} tok/s", flush=True)
-
-    return measure_all
-
-
 TABLE = Table({
     "arm": "4", "grounded tok/s": ".1f", "tok/step": ".2f", "chat tok/s": ".1f", "per step": ".2f",
     "job lines/s": ".2f", "a step": ".2f", "kept": "7.1%", "offline tok/s": ".0f",
@@ -269,7 +236,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lines", type=int, default=500)
     parser.add_argument("--rate", type=float, default=0.5, help="chats a second beside the job")
     parser.add_argument("--seconds", type=float, default=40.0, help="of chats beside the job")
-    finders.add_flags(parser, ("vllm",))
+    finders.add_flags(parser, ())
     return parser.parse_args(argv)
 
 
@@ -294,9 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             flags,
             ARMS,
             options.rounds,
-            lambda url, number: measure(url, loads[number]),
+            lambda urls, number, _: measure(urls[0], loads[number]),
             TABLE,
             show,
-            peers_of(options, folder, loads),
         )
     print(ratios(found))

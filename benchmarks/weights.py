@@ -1,6 +1,6 @@
 """One model for every engine: a Llama of 134.5 M random parameters on disk, with a tokenizer of as many words.
 
-Engines differ in what they make of a checkpoint without weights or of ids without text, so both are here: weights of
+Engines differ with checkpoints without weights and with ids without text, so both are here: weights of
 one seed, and a byte-level vocabulary in which every id is printable and every common word costs one token.
 """
 
@@ -22,7 +22,7 @@ ENDLESS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
 
 
 def merges_of(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Merges, some of them twice: each word grows letter by letter, then pairs, triples and fours of letters."""
+    """Yield merges, some twice: each word grows letter by letter, then pairs, triples and fours of letters."""
     for word in words:
         yield from ((word[:end], word[end]) for end in range(1, len(word)))
     pairs = ["".join(pair) for pair in product(ascii_lowercase, repeat=2)]

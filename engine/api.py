@@ -343,7 +343,7 @@ class EngineStats:
     host_units_used: int = 0
     host_units_cached: int = 0  # hold prefixes that no request uses now
     hidden_blocks: int = 0  # blocks that are run from hidden state
-    state_slots_total: int = 0  # checkpoints of recurrent layers, on the device and the host
+    state_slots_total: int = 0  # snapshots of recurrent layers, on the device and the host
     state_slots_used: int = 0
     cache_units: dict[str, int] = field(default_factory=dict)  # moved or restored units, by operation
     prefix_queried_tokens: int = 0

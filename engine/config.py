@@ -104,8 +104,7 @@ class EngineConfig:
     )
     online_policy: str = _flag(
         "goodput",
-        "order of online requests if memory is short: goodput[:TAIL], goodput-strict, apt[:TAIL], larry[:ALPHA], "
-        "no-preempt, fcfs",
+        "order of online requests if memory is short: goodput[:TAIL], goodput-strict, apt[:TAIL], larry[:ALPHA], fcfs",
     )
     offload_weights: str = _flag(
         "off", "memory for weights in GiB, or auto (free memory); the rest streams in every step; off: none streams"

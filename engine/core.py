@@ -9,27 +9,20 @@ confirmed. Sources: HyGen §4.1; reliability E1-E8.
 """
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes
 from engine.errors import TidemillError
 from engine.limits import SchedulerConfig
 from engine.request import RequestStatus
 from engine.scheduling.admission import Admission
-from engine.scheduling.failures import StepFailures
-from engine.scheduling.in_flight import ReachedPoint
-from engine.scheduling.next_step import OfflineRest, build_next
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.offline import OfflinePlan, plan_offline
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan, plan_offline
 from engine.scheduling.recovery import Blame, FaultRecovery
-from engine.scheduling.results import Results
-from engine.scheduling.state import SchedulerState
-from engine.scheduling.waiting import FCFS, OnlinePolicy
+from engine.scheduling.results import Results, StepFailures
+from engine.scheduling.state import FCFS, Drafter, OnlinePolicy, ReachedPoint, SchedulerState
+from engine.scheduling.step import OfflineRest, build_next
 from predictor.features import LatencyPredictor
-
-if TYPE_CHECKING:  # a core without drafts does not load their source
-    from engine.scheduling.speculation import Speculation
 
 
 class EngineCore:
@@ -46,7 +39,7 @@ class EngineCore:
         offline_policy: str = "psm",
         model: LatencyPredictor | None = None,
         objective: StepObjective | None = None,
-        speculation: "Speculation | None" = None,
+        speculation: Drafter | None = None,
     ) -> None:
         self.config = config
         self.state = state = SchedulerState(config, online_policy, offline_policy, model, objective or StepObjective())
@@ -99,11 +92,11 @@ class EngineCore:
         for request in self.state.requests.values():
             spec = request.spec
             if spec.request_class is RequestClass.OFFLINE and spec.job == job and spec.lane is not lane:
-                waits = request.status is not RequestStatus.RUNNING and not request.aside
+                waits = request.status is not RequestStatus.RUNNING and not request.quarantined
                 self.state.waiting_offline.move(request, lane, waits=waits)
 
     def plan_offline(self, now: float) -> Generator[None, None, OfflinePlan]:
-        """Plan the offline fill of the next step in slices; see `engine.scheduling.planner`."""
+        """Plan the offline fill of the next step in slices; see `engine.scheduling.offline`."""
         return plan_offline(self.state, now)
 
     def schedule(self, now: float, plan: OfflinePlan | None = None) -> SchedulerOutput | None:

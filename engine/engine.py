@@ -49,10 +49,10 @@ from engine.machine.link import LinkLostError
 from engine.machine.processes import collect_due
 from engine.panics import as_error
 from engine.scheduling.moving import MovedRequest, Moves
-from engine.scheduling.next_step import may_run_ahead
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
 from engine.scheduling.report import report_load, report_stats
+from engine.scheduling.step import may_run_ahead
 from engine.stream import RequestStream
 
 if TYPE_CHECKING:  # the engine runs without the grammar compiler, the flight recorder and torch
@@ -380,7 +380,7 @@ class Engine:
         """End the engine and run no further step.
 
         Args:
-            cause: A name in `engine.process.causes`.
+            cause: A name in `engine.process.suspects`.
             why: The reason, for the log and for clients.
             error: The error of the requests that are still open after `on_death`.
         """

@@ -13,8 +13,8 @@ from predictor.features import EVERYTHING, Reach
 
 BLOCK_SIZE = 16
 """Tokens per cache block."""
-CHECKPOINT_TOKENS = 512
-"""Distance in prompt tokens between two checkpoints of recurrent state."""
+SNAPSHOT_TOKENS = 512
+"""Distance in prompt tokens between two snapshots of recurrent state."""
 UNITS_PER_BLOCK = 2
 """Cache units per block of K and V."""
 
@@ -122,13 +122,13 @@ class SchedulerConfig:
         stream_seconds: Seconds per step that streaming weights take.
         window: Tokens of the longest attention window that a kernel reads; 0: all. Blocks before the window are freed
             while the request runs, so a request can be longer than the pool.
-        state_slots: Slots on the device for checkpoints of recurrent state; 0: no checkpoints.
-        host_state_slots: Slots in host memory for checkpoints of recurrent state.
+        state_slots: Slots on the device for snapshots of recurrent state; 0: no snapshots.
+        host_state_slots: Slots in host memory for snapshots of recurrent state.
         state_bytes: Maximum bytes of one recurrent state.
-        checkpoint_tokens: Distance in prompt tokens between checkpoints, see `engine.cache.checkpoints`.
+        snapshot_tokens: Distance in prompt tokens between snapshots, see `engine.cache.snapshots`.
         pipeline_depth: Maximum steps in flight when `schedule` is called.
         ahead_seconds: If finite, a step is scheduled ahead only behind steps with a shorter expected time, see
-            `engine.scheduling.next_step`.
+            `engine.scheduling.step`.
         min_prefill_chunk: Minimum tokens per step for the oldest prompt. If they would delay decodes, the chunk
             shrinks to one block at least.
         max_offline_preemptions: After so many evictions an offline request is evicted last and waits 1, 2, 4 ...
@@ -148,7 +148,7 @@ class SchedulerConfig:
     state_slots: int = 0
     host_state_slots: int = 0
     state_bytes: int = 0
-    checkpoint_tokens: int = CHECKPOINT_TOKENS
+    snapshot_tokens: int = SNAPSHOT_TOKENS
     block_size: int = BLOCK_SIZE
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

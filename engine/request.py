@@ -47,11 +47,11 @@ class Request:
         num_cached_tokens: Prompt tokens found in the cache when the request first started.
         num_expected_hits: Prompt tokens that were in the prefix cache when the request arrived.
         not_before: Earliest time (seconds) to start beside online work after repeated preemptions.
-        aside: The request is excluded from ordinary steps (see `engine.scheduling.recovery`).
+        quarantined: The request is excluded from ordinary steps (see `engine.scheduling.recovery`).
         beside_offline: Offline work ran in a step of the request or while the request waited.
-        withholds: The client reads only the complete answer, so tokens are emitted in groups.
-        num_told: Known tokens, prompt included, when output was last emitted.
-        quiet_until: With `withholds`, output is emitted once more than this many tokens are known.
+        final_only: The client reads only the complete answer, so tokens are emitted in groups.
+        num_emitted: Known tokens, prompt included, when output was last emitted.
+        emit_after: With `final_only`, output is emitted once more than this many tokens are known.
         max_total_tokens: Maximum length of prompt and output together.
         masked_from: First token position at which a mask may restrict sampling.
         plain_to: A decode before this token position samples without a mask, an adapter or pooling.
@@ -77,11 +77,11 @@ class Request:
     num_expected_hits: int = 0
     num_preemptions: int = 0
     not_before: float = -math.inf
-    aside: bool = False
+    quarantined: bool = False
     beside_offline: bool = False
-    quiet_until: int = 0
-    num_told: int = field(init=False)
-    withholds: bool = field(init=False)
+    emit_after: int = 0
+    num_emitted: int = field(init=False)
+    final_only: bool = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
     masked_from: int = field(init=False)
@@ -96,14 +96,14 @@ class Request:
         self.max_total_tokens = self.num_prompt_tokens + self.spec.sampling.max_tokens
         self.masked_from = self.num_prompt_tokens + self.spec.sampling.masked_from
         self.plain_to = 0 if self.spec.adapter or self.spec.pooling is not None else self.masked_from
-        self.withholds = self.spec.final_only and self.request_class is RequestClass.OFFLINE
+        self.final_only = self.spec.final_only and self.request_class is RequestClass.OFFLINE
         resumed = self.spec.resumed
         if resumed is not None and resumed.token_ids:
             self.token_ids.extend(resumed.token_ids)
             self.num_cached_tokens = resumed.num_cached_tokens
             self.num_preemptions = resumed.num_preemptions
             self.status = RequestStatus.PREEMPTED
-        self.num_told = len(self.token_ids) - (0 if resumed is None else resumed.num_withheld)
+        self.num_emitted = len(self.token_ids) - (0 if resumed is None else resumed.num_withheld)
 
     @property
     def request_id(self) -> str:
@@ -169,14 +169,14 @@ class Request:
         """Return whether the pending tokens are as urgent as a decode: a short run of forced tokens of an answer."""
         return self.times.first_token is not None and self.num_pending_tokens <= MAX_RUN
 
-    def tell(self, together: int = 1) -> tuple[int, ...]:
+    def emit(self, together: int = 1) -> tuple[int, ...]:
         """Return the output tokens not yet emitted.
 
         The next group is emitted after `together` more tokens or at the end of the answer.
         """
-        told, self.num_told = self.num_told, len(self.token_ids)
-        self.quiet_until = min(self.num_told + together, self.max_total_tokens) - 1
-        return tuple(self.token_ids[told:])
+        emitted, self.num_emitted = self.num_emitted, len(self.token_ids)
+        self.emit_after = min(self.num_emitted + together, self.max_total_tokens) - 1
+        return tuple(self.token_ids[emitted:])
 
     def move_to(self, status: RequestStatus) -> None:
         assert status in TRANSITIONS[self.status], f"illegal transition {self.status} -> {status}"

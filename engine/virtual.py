@@ -15,8 +15,8 @@ from typing import Protocol
 from engine.api import EngineRequest, RequestClass, RequestOutput
 from engine.core import EngineCore
 from engine.errors import RetryableError
+from engine.scheduling.offline import OfflinePlan, whole
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan, whole
 from predictor.features import BatchFeatures, LatencyPredictor
 from predictor.promise import Promise
 

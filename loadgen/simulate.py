@@ -15,18 +15,18 @@ import orjson
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
-from engine.scheduling.job_queue import OFFLINE_POLICIES
 from engine.scheduling.objective import UNLIMITED, StepObjective
-from engine.scheduling.policies import find_policy
-from engine.speculation.trace import DraftTraces, free_chat, read_traces
+from engine.scheduling.queues import OFFLINE_POLICIES
+from engine.speculation.trace import DraftTraces, read_traces
 from gateway.commands.flags import add_flags, flags_of, given
 from gateway.config import ServerConfig
 from loadgen import InputError, assemble, flags, workloads
 from loadgen.plan import Windows
 from loadgen.simulation import report
-from loadgen.simulation.device import Simulated, named_device, profiled_device, read_profile, with_drafts
+from loadgen.simulation.device import Simulated, free_chat, named_device, profiled_device, read_profile, with_drafts
 from loadgen.simulation.gpu import DEVICES, MODELS
 from loadgen.simulation.planner import Question, answer
+from loadgen.simulation.policies import find_policy
 from loadgen.simulation.run import Policies, shares_prefixes, simulate
 from loadgen.workloads import Workload
 from predictor.budget import BudgetParams

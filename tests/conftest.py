@@ -2,9 +2,13 @@
 
 import signal
 
+from cpu_limit import pytest_runtest_makereport, pytest_runtest_protocol
 from fixtures import cache_folder, depth, postgres, postgres_server, start_server, tokenizer
 
-__all__ = ["cache_folder", "depth", "postgres", "postgres_server", "start_server", "tokenizer"]
+__all__ = [
+    "cache_folder", "depth", "postgres", "postgres_server", "pytest_runtest_makereport", "pytest_runtest_protocol",
+    "start_server", "tokenizer",
+]  # fmt: skip
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell ignores SIGINT in its background jobs, and the processes that tests interrupt inherit that.

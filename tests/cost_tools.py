@@ -135,12 +135,12 @@ def cpu_fault(make: Make, n: int, least_seconds: float = LEAST_SECONDS) -> str |
     return f"CPU ms {times} at sizes {' '.join(map(str, sizes))}, median growth {median(growths):.1f}"
 
 
-def check(make: Make, exact: int, cpu: int, most: int | None = None) -> None:
+def check(make: Make, exact: int, cpu: int, most: int | None = None, name: str = "") -> None:
     """Assert that the work grows at most linearly. `exact`, `cpu`: first sizes of the two measures, 0: not measured."""
     fault = exact_fault(make, exact, most) if exact else None
     if fault is None and cpu >= LEAST_SIZE:
         fault = cpu_fault(make, cpu)
-    assert fault is None, f"{fault} of {make}"
+    assert fault is None, f"{name} {fault} of {make}"
 
 
 async def listed(output: RequestOutput) -> AsyncIterator[RequestOutput]:

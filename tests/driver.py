@@ -26,11 +26,11 @@ from engine.errors import TidemillError
 from engine.limits import SchedulerConfig
 from engine.request import Request
 from engine.scheduling.moving import Moves
-from engine.scheduling.next_step import may_run_ahead
+from engine.scheduling.offline import whole
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.planner import whole
-from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
+from engine.scheduling.step import may_run_ahead
+from loadgen.simulation.policies import find_policy
 
 
 def make_request(
@@ -68,7 +68,7 @@ def picture(core: EngineCore, now: float) -> str:
         ("running offline", scheduler.running[RequestClass.OFFLINE]),
         ("waiting online", scheduler.waiting_online),
         ("waiting offline", list(scheduler.waiting_offline.candidates())),
-        ("aside", scheduler.aside),
+        ("quarantined", scheduler.quarantined),
     ):
         lines.append(f"{title}:")
         lines += [f"  {_portrait(request, now)}" for request in requests]

@@ -17,7 +17,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @dataclass
 class Hub:
     """`refuse`: status and X-Error-Code of every answer. `cut_after`: bytes of a file after which the connection is
-    closed, once a file. `broken`: files that are answered with 503. `ranges`: what was asked for of which file."""
+    closed, once a file. `broken`: files that are answered with 503. `ranges`: the requests for each file."""
 
     name: str
     files: dict[str, bytes]

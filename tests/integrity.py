@@ -7,9 +7,9 @@ from itertools import chain
 from engine.api import RequestClass
 from engine.cache.blocks import CacheBlock, count_compact, count_gone, count_units
 from engine.cache.cache import Cache
-from engine.cache.checkpoints import Checkpoints
 from engine.cache.parked import ParkedPasts
 from engine.cache.pool import BlockPool
+from engine.cache.snapshots import Snapshots
 from engine.cache.tiers import Tiers
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus
@@ -20,10 +20,10 @@ def check_core(core: EngineCore) -> None:
     """Assert that every unit and row is in one place and that the queues contain exactly the requests (E1, E3)."""
     state = core.state
     rows, queued = list(state.free_rows), [*chain(*state.running.values()), *state.waiting_online]
-    queued += [*state.waiting_offline, *state.aside]
+    queued += [*state.waiting_offline, *state.quarantined]
     for request in queued:
         assert state.requests.get(request.request_id) is request, "a queued request is unknown"
-        assert request.aside == (request in state.aside), "a request is aside, or it is not"
+        assert request.quarantined == (request in state.quarantined), "quarantined on one side only"
         if request.status is RequestStatus.RUNNING:
             capacity = len(request.cache_map.blocks) * state.config.block_size
             assert request.num_confirmed_tokens <= request.num_computed_tokens <= capacity
@@ -69,7 +69,7 @@ def check_cache(cache: Cache, requests: Iterable[Request]) -> None:
     assert compact == cache._compact, "compact blocks that run are miscounted"
     assert cache.num_compact <= cache._config.scratch_blocks, "scratch is overdrawn"
     _check_tiers(cache.tiers, held)
-    _check_states(cache.checkpoints)
+    _check_states(cache.snapshots)
 
 
 def _check_parked(parked: ParkedPasts, waiting: Request) -> None:
@@ -88,14 +88,14 @@ def _check_tiers(tiers: Tiers, held: Iterable[CacheBlock]) -> None:
         check_pool(pool, (block for block in held if block.entry.tier is tier))
 
 
-def _check_states(checkpoints: Checkpoints) -> None:
+def _check_states(snapshots: Snapshots) -> None:
     """Assert that every slot is in one place and that only running requests save states."""
-    check_pool(checkpoints.pool, (each.block for saving in checkpoints._saving.values() for each in saving))
-    check_pool(checkpoints.host, checkpoints._copies)
-    held = (*checkpoints._saving, *checkpoints._followers)
+    check_pool(snapshots.pool, (each.block for saving in snapshots._saving.values() for each in saving))
+    check_pool(snapshots.host, snapshots._copies)
+    held = (*snapshots._saving, *snapshots._followers)
     assert all(request.status is RequestStatus.RUNNING for request in held), "a request that waits saves states"
-    assert checkpoints._followers.issuperset(checkpoints._passing), "a state that passes is not counted"
-    assert 2 * len(checkpoints._followers) <= checkpoints.pool.num_units, "more than half of the slots"
+    assert snapshots._followers.issuperset(snapshots._passing), "a state that passes is not counted"
+    assert 2 * len(snapshots._followers) <= snapshots.pool.num_units, "more than half of the slots"
 
 
 def check_pool(pool: BlockPool, held: Iterable[CacheBlock]) -> None:

@@ -55,7 +55,7 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
 - **Raw prompts** (`/v1/completions`, `/v1/embeddings`) get the special tokens that tokenizer.json adds.
   `add_bos_token` in tokenizer_config.json has no effect, as in transformers 5, so raw prompts of DeepSeek-V3 begin
   without its BOS token: send token ids that begin with it. Its chat template writes the token.
-- **Recurrent state**: prefixes are reused at [checkpoints](../concepts/cache.md#recurrent-layers).
+- **Recurrent state**: prefixes are reused at [snapshots](../concepts/cache.md#recurrent-layers).
 - **Self-test**: before serving, 36 random tokens of two requests are compared with transformers' eager attention; a
   difference beyond rounding refuses the start. Of native families two layers are tested: on a CPU with the kernels and
   the quantization that serve, on a GPU unquantized by torch on the CPU, which tests how config and tensors are read.
@@ -141,7 +141,7 @@ def _run(model_type: str, folder: Path, reference: Any) -> Finding:
         return Finding(model_type, REFUSED, f"contexts end at the {plan.spec.limited_by}")
     scheduler = SchedulerConfig(
         num_units=plan.limits.num_units, max_model_len=context, block_size=BLOCK, max_num_seqs=8,
-        max_num_batched_tokens=24, state_slots=plan.state_slots, checkpoint_tokens=2 * BLOCK,
+        max_num_batched_tokens=24, state_slots=plan.state_slots, snapshot_tokens=2 * BLOCK,
         enable_prefix_caching=bool(plan.state_slots or not plan.spec.state_bytes),
     )  # fmt: skip
     driver = Driver(runner, scheduler)

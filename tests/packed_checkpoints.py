@@ -239,7 +239,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def mxfp4(count: int, inputs: int, outputs: int, scale: tuple[int, int], generator: torch.Generator) -> Layer:
-    """Experts of gpt-oss: what is stored, by what its names end with, and the weight [experts, in, out]. `scale`: the
+    """Experts of gpt-oss: stored tensors by the ends of their names, and the weight [experts, in, out]. `scale`: the
     stored exponents are from the first to before the second; where there are as many as that, each is there."""
     shape = (count, outputs, inputs // 32)
     exponents = scale[0] + torch.arange(shape[0] * shape[1] * shape[2]) % (scale[1] - scale[0])

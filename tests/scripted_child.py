@@ -10,7 +10,7 @@ message with outputs), `before`, `after` (dies before or after a step was comput
 `spin` (and computes), `slow` (a step computes for long), `short`, `token` (a step's result is wrong), `oom` (a step
 raises MemoryError), `device` (from this step on all fail, and the device says why), `loop` (the engine's loop
 breaks), `block` (the event loop stands still), `learner`, `planner` (what learns from steps, or plans offline work,
-raises), `canary` (from this check on canaries get other answers; without an `oom` they are asked one after another).
+raises).
 Of `poison` NUMBER is a token: the process dies in each step that computes the fourth token of an answer to a prompt
 with it; and it dies whenever it prepares the grammar `POISON`. The grammar `ENDLESS` is prepared until the request is
 cancelled; then the file `cancelled` lies beside FOLDER.
@@ -46,10 +46,10 @@ from engine.engine import Engine  # noqa: E402
 from engine.errors import ConfigError  # noqa: E402
 from engine.loop.planner import PlanOffline  # noqa: E402
 from engine.loop.watchdog import StepLimits  # noqa: E402
-from engine.process import child, frames, golden  # noqa: E402
+from engine.process import child, frames  # noqa: E402
 from engine.process.link import Connection  # noqa: E402
+from engine.scheduling.offline import OfflinePlan  # noqa: E402
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput  # noqa: E402
-from engine.scheduling.planner import OfflinePlan  # noqa: E402
 
 POISON, ENDLESS = "poison", "endless"
 VOCAB = 405
@@ -83,7 +83,6 @@ class Faults:
                 self._at[point] = int(at)
         self._passed: Counter[str] = Counter()
         self.armed = False
-        self.canaries = 0
 
     def passes(self, point: str) -> bool:
         """Whether the fault is met here and now."""
@@ -95,11 +94,6 @@ class Faults:
     def is_meant(self, point: str) -> bool:
         """Whether this process meets the fault at all."""
         return point in self._at
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether canaries get other answers."""
-        return self.canaries >= self._at.get("canary", sys.maxsize)
 
     def is_poison(self, tokens: Sequence[int]) -> bool:
         return self._at.get("poison") in tokens
@@ -127,8 +121,6 @@ class ScriptedRunner(StagedFake):
             len(outputs),
             sorted(outputs),
         )
-        if sampling.max_tokens == golden.TOKENS and self._faults.is_wrong:
-            digest += b"!"
         token = int.from_bytes(blake2b(digest + repr(facts).encode(), digest_size=4).digest(), "little") % 256
         enders = sorted(sampling.stop_token_ids)
         if enders and token % 12 == 0 and len(outputs) + 1 >= sampling.min_tokens:
@@ -177,16 +169,6 @@ class ScriptedRunner(StagedFake):
             tokens, num_prompt = known.get(row) or (self._rows[row].token_ids, self._rows[row].num_prompt_tokens)
             if start + length >= num_prompt + 3 and self._faults.is_poison(tokens[:num_prompt]):
                 os.kill(os.getpid(), signal.SIGKILL)
-
-
-class CountedGolden(golden.Golden):
-    """Counts the checks, the first of which is the one at the start."""
-
-    faults: Faults
-
-    async def check(self) -> str | None:
-        self.faults.canaries += 1
-        return await super().check()
 
 
 class ScriptedGrammars:
@@ -299,13 +281,9 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
 
 
 def main(folder: str, script: str, descriptor: str) -> None:
-    faults = FaultyConnection.faults = CountedGolden.faults = Faults(Path(folder), script)
+    faults = FaultyConnection.faults = Faults(Path(folder), script)
     child.Connection = FaultyConnection  # type: ignore[misc]
-    child.Golden = CountedGolden  # type: ignore[misc]
-    if faults.is_meant("canary") and not faults.is_meant("oom"):
-        child.HOUR = 0.0
-    noted = Path(folder).with_suffix(".golden") if "canary" in script else None
-    child.run(socket.socket(fileno=int(descriptor)), partial(build, faults), prepare, lambda *_: noted)
+    child.run(socket.socket(fileno=int(descriptor)), partial(build, faults), prepare)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Anthropic's SDK: streams, history, typed errors, models, the tool runner, and message batches."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -22,10 +23,15 @@ from test_tools import TEMPLATE, TWO, scripted
 from engine.api import EngineRequest
 from engine.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    import anthropic
+
 pytestmark = pytest.mark.filterwarnings("default")  # raised by the SDK
 
 
 def sdk(served: Served, **options: Any) -> anthropic.AsyncAnthropic:
+    import anthropic
+
     return anthropic.AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60, **options)
 
 
@@ -55,6 +61,8 @@ async def test_a_stream_gives_what_a_whole_message_has(tmp_path: Path) -> None:
 
 async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
     """Objects of the SDK as they are, results of the tools, and its typed errors."""
+    import anthropic
+
     template = THINKS.replace("{{ message.content", "({{ message.reasoning_content }}){{ message.content")
     async with scripted(tmp_path, f"<think>hm</think>\n\n{TWO}", template) as served, sdk(served) as client:
         messages: list[Any] = [{"role": "user", "content": "Weather?"}]
@@ -86,6 +94,8 @@ async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
 
 
 async def test_models_have_the_form_of_the_clients_api(start_server: StartServer) -> None:
+    import anthropic
+
     served = await start_server(served_model_name=(MODEL, "alias"))
     async with sdk(served) as client:
         listed = [model async for model in client.models.list(limit=1)]
@@ -105,13 +115,14 @@ async def test_models_have_the_form_of_the_clients_api(start_server: StartServer
 # --- threads, which the SDK gives up when a server refuses them
 
 
-@anthropic.beta_async_tool
 async def weather(city: str) -> str:
     """Return the weather of a city."""
     return f"fog in {city}"
 
 
 async def test_the_tool_runner_goes_on_without_threads(tmp_path: Path) -> None:
+    import anthropic
+
     tokenizer = Tokenizer.load(tokenizer_folders.byte_level(tmp_path, TEMPLATE), probe=False)
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
@@ -123,7 +134,9 @@ async def test_the_tool_runner_goes_on_without_threads(tmp_path: Path) -> None:
     with refuse_blocking():
         async with serve(engine, tokenizer) as served, sdk(served) as client:
             fields: Any = {"model": MODEL, "max_tokens": 300, "messages": [{"role": "user", "content": "Weather?"}]}
-            last = await client.beta.messages.tool_runner(tools=[weather], **fields).until_done()
+            last = await client.beta.messages.tool_runner(
+                tools=[anthropic.beta_async_tool(weather)], **fields
+            ).until_done()
             assert [block.text for block in last.content if block.type == "text"] == ["It is foggy."]
             assert len(engine.requests) == 2
             with pytest.raises(anthropic.BadRequestError) as caught:
@@ -172,11 +185,13 @@ async def batches(
         yield served, client, ours
 
 
-Batches = tuple[Served, anthropic.AsyncAnthropic, openai.AsyncOpenAI]
+Batches = tuple[Served, "anthropic.AsyncAnthropic", openai.AsyncOpenAI]
 
 
 async def test_a_large_message_batch(batches: Batches) -> None:
     """More bytes and more objects than other bodies may have; bad ones are errors of their rows or of the request."""
+    import anthropic
+
     _, client, _ = batches
     page = [{"role": "user", "content": "lorem " * 100_000}]
     many = [a_request(f"r{i}") for i in range(9000)] + [a_request(f"p{i}", messages=page) for i in range(8)]
@@ -188,6 +203,8 @@ async def test_a_large_message_batch(batches: Batches) -> None:
 
 
 async def test_a_message_batch_from_creation_to_deletion(batches: Batches) -> None:
+    import anthropic
+
     served, client, ours = batches
     good = [a_request(f"good-{i}") for i in range(5)]
     bad = [a_request("hot", temperature=9), a_request("odd", nonsense=1)]
@@ -229,6 +246,8 @@ async def test_a_message_batch_from_creation_to_deletion(batches: Batches) -> No
 
 
 async def test_a_message_batch_that_is_cancelled(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import anthropic
+
     async with batch_server(tokenizer, tmp_path, "x", hold_after=0) as (served, _), sdk(served) as client:
         created = await client.messages.batches.create(requests=[a_request(str(i)) for i in range(4)])  # type: ignore[list-item]
         await served.engine.wait_for_event("add")
@@ -248,6 +267,8 @@ async def test_a_message_batch_that_is_cancelled(tokenizer: Tokenizer, tmp_path:
 
 async def test_pages_of_message_batches(batches: Batches) -> None:
     """Batches of other endpoints are left out; those of /v1/messages from /v1/batches are shown."""
+    import anthropic
+
     _, client, ours = batches
     ids = [(await client.messages.batches.create(requests=[a_request("a")])).id for _ in range(4)]  # type: ignore[list-item]
     await submit(ours, jsonl([line(1)]))
@@ -282,6 +303,8 @@ async def test_pages_of_message_batches(batches: Batches) -> None:
 async def test_a_message_batch_that_cannot_run_is_refused_at_once(
     batches: Batches, requests: Requests, message: str
 ) -> None:
+    import anthropic
+
     served, client, ours = batches
     with pytest.raises(anthropic.BadRequestError, match=message):
         await client.messages.batches.create(requests=requests)  # type: ignore[arg-type]
@@ -289,6 +312,8 @@ async def test_a_message_batch_that_cannot_run_is_refused_at_once(
 
 
 async def test_a_message_batch_beyond_a_quota_leaves_no_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import anthropic
+
     keys = keys_of(tmp_path, "few few lines=2", "small small bytes=300")
     async with batch_server(tokenizer, tmp_path / "state", "x", hold_after=0, api_key_file=keys) as (served, _):
         for key, status in (("few", 429), ("small", 413)):

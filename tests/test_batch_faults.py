@@ -70,6 +70,7 @@ def doubtful(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Doubtful]]:
 # ---- commits in doubt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("happens", [True, False], ids=["happened", "did-not"])
 async def test_any_commit_of_a_batch_may_be_in_doubt(
     tokenizer: Tokenizer, tmp_path: Path, doubtful: type[Doubtful], happens: bool
@@ -260,7 +261,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lock_of(root: Path) -> sqlite3.Connection:
-    """What a backup tool holds: nobody else can write."""
+    """What a backup tool holds: no other process can write."""
     connection = sqlite3.connect(root / "tidemill.db", isolation_level=None)
     connection.execute("BEGIN IMMEDIATE")
     return connection

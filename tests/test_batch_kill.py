@@ -68,7 +68,7 @@ class Died(Exception):
 
 @dataclass
 class Job:
-    """What has been acknowledged so far."""
+    """Acknowledged lines so far."""
 
     content: bytes
     key: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -173,17 +173,19 @@ async def kill_loop(tmp_path: Path, kills: int, seed: int) -> None:
         await check_everything(folder, state, job, [f"id-{name}" for name in names])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_a_few_kills(tmp_path: Path) -> None:
     await kill_loop(tmp_path, 2, seed=7)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(3600)
 async def test_a_hundred_kills(tmp_path: Path) -> None:
     await kill_loop(tmp_path, 100, seed=int(os.environ.get("TIDEMILL_KILL_SEED", secrets.randbelow(2**32))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("death", ["commit:5", "rename:3"])
 async def test_a_kill_at_a_chosen_moment(tmp_path: Path, death: str) -> None:
     """In validation (its lines have just been indexed), and after the rename of the results."""

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
-from engine.scheduling.ledger import token_costs
+from engine.scheduling.objective import token_costs
 from engine.scheduling.report import report_stats
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.feed import RUN_LINES, LineSizes, Runs, by_deadline
@@ -364,7 +364,7 @@ async def test_a_job_that_cannot_make_it_is_told_so_and_its_lines_go_first(
         assert listed[0].metadata == running.metadata
         served.engine.release()
         ended = await until(client, created.id)
-        assert ended.status == "completed" and ended.metadata == {"a": "b"}, "of what has ended nothing is expected"
+        assert ended.status == "completed" and ended.metadata == {"a": "b"}, "ended batches have no forecast"
 
 
 async def test_absurd_numbers_of_a_line_are_an_error_row(tokenizer: Tokenizer, tmp_path: Path) -> None:

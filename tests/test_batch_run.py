@@ -276,7 +276,7 @@ def test_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-@pytest.mark.parametrize("kills", [6, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [pytest.param(6, marks=pytest.mark.slow), pytest.param(70, marks=pytest.mark.manual)])
 async def test_kills_at_random_instants(served: Served, tmp_path: Path, suffix: str, kills: int) -> None:
     """Each row of each table has its answer once, and few lines run twice."""
     script = str(Path(__file__).with_name("batch_run_killer.py"))

@@ -187,6 +187,7 @@ async def _end_of(folder: StateFolder, worker: BatchWorker, batch_id: str, ids: 
     return None
 
 
+@pytest.mark.slow
 async def test_every_crash_keeps_every_promise(recorded: Recorded, tmp_path: Path) -> None:
     log = recorded.log
     kinds = [kind for kind, _, _ in log.entries]
@@ -197,6 +198,7 @@ async def test_every_crash_keeps_every_promise(recorded: Recorded, tmp_path: Pat
             assert found is None, f"{found}: crash before {log.entries[end : end + 1]}, {reading}"
 
 
+@pytest.mark.slow
 def test_no_fsync_and_no_rename_is_for_nothing(recorded: Recorded, tmp_path: Path) -> None:
     """Without any one of them some crash breaks a promise. (The journal needs one fsync per group, and each group's
     acknowledgement must come after it.)"""
@@ -669,6 +671,7 @@ async def test_cancelling_while_finalizing_comes_too_late(tokenizer: Tokenizer, 
         assert (await until(client, batch.id)).status == "completed"
 
 
+@pytest.mark.slow
 async def test_a_queued_batch_costs_the_same_whatever_its_length(tmp_path: Path) -> None:
     """The lines of batches that wait stay on the disk."""
     gate = asyncio.Event()

@@ -8,8 +8,9 @@ import hypothesis.strategies as st
 from driver import Driver, is_error, make_request
 from fakes.runner import FakeRunner, solo
 from faulty_runner import FaultyRunner, Work, poison
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from integrity import check_core
+from support.fuzz import fuzz
 
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.colocation.waits import objective_of
@@ -179,7 +180,7 @@ def test_it_is_sick_after_a_failed_step_and_two_failed_canaries() -> None:
 
 
 def test_steps_that_fail_for_their_size_blame_nobody() -> None:
-    """Memory is short for 8 seconds: what is large fails, the canary does not."""
+    """Memory is short for 8 seconds: large requests fail, the canary does not."""
     driver, runner = make_driver(lambda *_: False)
 
     def fails(_step: int, work: list[Work]) -> bool:
@@ -270,7 +271,7 @@ request_shape = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@fuzz(150, suppress_health_check=[HealthCheck.too_slow])
 @given(
     shapes=st.lists(request_shape, min_size=1, max_size=16),
     depth=st.integers(0, 1),

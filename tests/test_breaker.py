@@ -300,7 +300,7 @@ def test_spells_that_come_again_and_again_lower_the_share_for_long() -> None:
 
 @pytest.mark.parametrize(("missed", "most"), [(0.3, 0.15), (0.1, 0.35)])
 def test_a_share_of_misses_leaves_a_share_of_the_budget(missed: float, most: float) -> None:
-    """Whoever is to blame: what is granted beside a promise that is being broken is about what its misses allow."""
+    """For every cause: the grant beside a broken promise is about the amount that its misses allow."""
     generator, breaker, granted = random.Random(1), CircuitBreaker(ATTAINMENT), []
     for index in range(1800):
         share = breaker.share(index / 2)

@@ -110,7 +110,7 @@ def test_the_cache_takes_its_share_of_what_the_weights_leave(tmp_path: Path, mon
     assert (plan.num_blocks, plan.limits.max_model_len) == (500, 4096)
     monkeypatch.setenv(HOST_ENGINES, "2")
     monkeypatch.setattr(memory, "available_memory", lambda: 2 * (weights + 4 * 1001 * unit))
-    assert plan_launch(config).num_blocks == 500, "what is free is for two engines"
+    assert plan_launch(config).num_blocks == 500, "the free memory is for two engines"
     monkeypatch.setattr(memory, "available_memory", lambda: weights // 2)
     with pytest.raises(ConfigError, match="no memory is left for the cache"):
         plan_launch(config)
@@ -302,7 +302,7 @@ def test_one_thread_per_core_unless_the_user_says_otherwise(monkeypatch: pytest.
     assert taken == [7]
 
 
-# ---- what a step holds, and the host tier
+# ---- memory of a step, and the host tier
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class TimedRunner(FakeRunner):
         super().__init__(block_size=16, vocab_size=50, latency=lambda output: TRUTH.predict(features_of(output)))
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """The sweep reads cells that nobody wrote: only the shape of a step is checked."""
+        """The sweep reads cells that were never written: only the shape of a step is checked."""
         assert all(chunk.start + chunk.length <= LIMITS.max_model_len for chunk in output.chunks)
         assert all(new.sampling.temperature == 1 for new in output.new_requests), "tokens are drawn, as users have it"
         units = [u for new in output.new_requests for entry in new.entries for u in entry.units]

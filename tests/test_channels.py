@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import jsonschema_rs
 import openai
@@ -256,6 +255,8 @@ async def test_calls_and_reasoning_in_all_three_apis(tmp_path: Path) -> None:
             response = await client.responses.create(model=MODEL, input="Weather?", tools=tools)
             async with client.responses.stream(model=MODEL, input="Weather?", tools=tools) as events:
                 responses = [response, await events.get_final_response()]
+        import anthropic
+
         async with anthropic.AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0) as other:
             own = [{"name": each.name, "input_schema": each.parameters} for each in FUNCTIONS]
             asked: Any = {"model": MODEL, "max_tokens": 300, "messages": [USER], "tools": own}

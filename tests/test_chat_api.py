@@ -441,7 +441,7 @@ async def leave(served: Served, body: dict[str, Any], kind: str, count: int = 1)
 async def test_a_client_that_leaves_ends_its_requests(
     start_server: StartServer, fields: dict[str, Any], hold_after: int
 ) -> None:
-    """Before the first token and in mid-answer, streamed or not: nothing goes on running for nobody."""
+    """Before the first token and in mid-answer, streamed or not: no answer goes on without its client."""
     served = await start_server("hello world again", hold_after=hold_after)
     n = fields.get("n", 1)
     await leave(served, fields, "token" if hold_after else "add", n)

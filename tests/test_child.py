@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def traps(tmp_path: Path) -> Path:
-    """A folder in which every name is taken; what is imported from it leaves a note."""
+    """A folder in which every name is taken; an import from it leaves a note."""
     folder = tmp_path / "traps"
     for name in NAMES:
         (folder / name).mkdir(parents=True)

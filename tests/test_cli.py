@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.refusals import is_loopback
 from gateway import cli
 from gateway.commands import help as command_help
-from gateway.commands.flags import REMOVED, add_flags, find_given, flags_of, resolve_configs
+from gateway.commands.flags import add_flags, find_given, flags_of, resolve_configs
 from gateway.config import ServerConfig
 
 
@@ -114,46 +114,6 @@ def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]
     assert refused(capsys, "srve") == "tidemill: unknown command 'srve'; did you mean serve?\n"
     assert refused(capsys, "batch", "sumbit") == "tidemill batch: unknown command 'sumbit'; did you mean submit?\n"
     assert "the model is the first argument; run tidemill serve MODEL" in refused(capsys, "serve", "--model", "/x")
-
-
-# ---- removed
-
-
-REMOVED_SETTINGS = [word for word in REMOVED if word.startswith("--")]
-
-
-@pytest.mark.parametrize("row", REMOVED)
-def test_a_removed_word_says_what_to_do_instead(capsys: pytest.CaptureFixture[str], row: str) -> None:
-    command, _, flag = row.rpartition("--")
-    words = [*(command.split() or ["serve"]), f"--{flag}"] if _ else [row]
-    given = [*words, "value"] if _ else words
-    told = f"{words[-1]} was removed: {REMOVED[row]}; see CHANGELOG\n"
-    assert refused(capsys, *given).endswith(f": {told}")
-
-
-def test_a_removed_value_is_answered_with_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
-    told = "--overload: the value swap was removed: use --swap-space with --overload recompute; see CHANGELOG"
-    assert told in refused(capsys, "serve", "--overload", "swap")
-    assert "--kv-cache-dtype: the value fp8 was removed: use int8" in refused(
-        capsys, "serve", "--kv-cache-dtype", "fp8"
-    )
-
-
-@pytest.mark.parametrize("flag", REMOVED_SETTINGS)
-def test_a_removed_setting_is_refused_in_every_layer(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
-) -> None:
-    key, file = flag.removeprefix("--"), tmp_path / "c.yaml"
-    assert f": --no-{key} was removed: " in refused(capsys, "serve", f"--no-{key}")
-    file.write_text(f"{key}: 1\n")
-    assert f"{file}: {key} was removed: {REMOVED[flag]}" in refused(capsys, "serve", "--config", str(file))
-    monkeypatch.setenv(variable := "TIDEMILL_" + key.upper().replace("-", "_"), "1")
-    assert f"{variable} was removed: {REMOVED[flag]}" in refused(capsys, "serve")
-
-
-def test_no_row_of_the_removed_words_is_still_offered() -> None:
-    keys = {f"--{flag.key}" for config in (EngineConfig, ServerConfig) for flag in flags_of(config)}
-    assert not keys & REMOVED.keys()
 
 
 # ---- flags

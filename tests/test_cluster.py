@@ -198,7 +198,7 @@ class LeaseMachine(RuleBasedStateMachine):
             assert {each.ref.rank: each.start for each in records if each.succeeded} == self.lines
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=[pytest.mark.postgres, pytest.mark.slow])])
 def three(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[RowStore]]:
     if request.param == "sqlite":
         connection = open_database(tmp_path / "s.db")
@@ -300,6 +300,7 @@ async def test_servers_race_for_every_line(three: list[RowStore]) -> None:
 FAST_BEATS = BatchLimits(retry_seconds=0.01, tick_seconds=0.05, beat_seconds=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.postgres
 async def test_three_servers_share_batches(
     postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -350,6 +351,7 @@ async def test_three_servers_share_batches(
             await asyncio.to_thread(open_state, Place(tmp_path / "d", postgres.address))
 
 
+@pytest.mark.slow
 @pytest.mark.postgres
 async def test_lines_of_a_silent_server_run_elsewhere(
     postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -387,6 +389,7 @@ async def send(server: Served, key: str) -> Any:
         return await client.completions.create(model=MODEL, prompt="hi", max_tokens=4)
 
 
+@pytest.mark.slow
 @pytest.mark.postgres
 async def test_servers_share_keys_limits_and_usage(
     postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,16 +8,17 @@ import hypothesis.strategies as st
 import pytest
 from driver import Driver, make_request
 from fakes.runner import FakeRunner, features_of, solo, solo_tokens
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
+from support.fuzz import fuzz
 
 from engine.api import EngineRequest, RequestClass
 from engine.errors import QueueFullError
 from engine.limits import SchedulerConfig
 from engine.request import RequestStatus
-from engine.scheduling.laxity import FLOOR_SHARE, floor_chunk
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.offline import whole
 from engine.scheduling.output import SchedulerOutput
-from engine.scheduling.planner import whole
+from engine.scheduling.urgency import FLOOR_SHARE, floor_chunk
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
@@ -318,7 +319,7 @@ class Watcher:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@fuzz(80, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=mix, objective=objectives, num_blocks=st.integers(22, 40), share=st.sampled_from([0.0, 0.1, 1.0]))
 def test_promises_hold_and_outputs_equal_the_solo_run(
     depth: int, arrivals: list[Any], objective: StepObjective, num_blocks: int, share: float

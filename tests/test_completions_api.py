@@ -153,7 +153,7 @@ async def test_min_tokens_delay_stop_strings(served: Served, tokenizer: Tokenize
     assert answer.choices[0].text == "hello wör"
 
 
-# --- models, health, and what is not there
+# --- models, health, and absent routes
 
 
 async def test_models(served: Served) -> None:

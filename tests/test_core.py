@@ -13,7 +13,7 @@ from engine.errors import ContextLengthError, InvalidRequestError, QueueFullErro
 from engine.forms import ThinkingBudget, ThoughtMarks
 from engine.limits import SchedulerConfig
 from engine.request import RequestStatus
-from engine.scheduling.next_step import may_run_ahead
+from engine.scheduling.step import may_run_ahead
 from predictor.model import LatencyModel
 
 VOCAB = 50

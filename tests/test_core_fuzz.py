@@ -10,8 +10,9 @@ from core_rules import CoreRules
 from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo
 from fakes.speculation import Oracle
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis.stateful import initialize, invariant, rule
+from support.fuzz import fuzz, machine_test
 
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.errors import QueueFullError
@@ -60,7 +61,7 @@ tiers = st.sampled_from(
 )
 NO_STATES = (0, 0, 0)
 states = st.sampled_from([NO_STATES, NO_STATES, (1, 0, 0), (3, 0, 0), (8, 0, 0), (40, 0, 0), (3, 4, 40), (5, 20, 120)])
-"""Slots of checkpoints of recurrent layers, and of those on the host beside so many units."""
+"""Slots of snapshots of recurrent layers, and of those on the host beside so many units."""
 States = tuple[int, int, int]
 Tiers = tuple[int, int, str, bool]
 ALONE: Tiers = (0, 0, "fcfs", False)
@@ -98,7 +99,7 @@ def make_fuzz_driver(
         state_slots=state_slots,
         host_state_slots=host_state_slots,
         state_bytes=3,
-        checkpoint_tokens=2 * BLOCK,
+        snapshot_tokens=2 * BLOCK,
     )
     runner = FakeRunner(
         block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units,
@@ -110,7 +111,7 @@ def make_fuzz_driver(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@fuzz(120, suppress_health_check=[HealthCheck.too_slow])
 @given(
     arrivals=st.lists(arrival, min_size=1, max_size=14),
     num_blocks=st.integers(14, 22),
@@ -209,7 +210,7 @@ class CoreMachine(CoreRules):
             return
         newest = self.driver.in_flight[-1]
         scheduler = self.driver.core.state
-        if scheduler.aside:
+        if scheduler.quarantined:
             return  # suspects of a failed step, or the canary, have steps of their own
         for request in scheduler.running[RequestClass.ONLINE]:
             due = request.num_expected_tokens - request.num_computed_tokens == 1
@@ -219,5 +220,4 @@ class CoreMachine(CoreRules):
                 assert not had_room or request.last_step == newest.step_id or request.num_output_tokens == 0
 
 
-TestCoreMachine = CoreMachine.TestCase
-TestCoreMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestCoreMachine = machine_test(CoreMachine, 60, 60)

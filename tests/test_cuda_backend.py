@@ -20,7 +20,7 @@ from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.execution import lane, memory
+from engine.execution import memory, stream
 from engine.execution.backend import find_backend
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda import backend
@@ -88,13 +88,13 @@ def test_who_waits_for_the_device_sleeps_where_cores_are_few(
 
         def record(self, _stream: object) -> None: ...
 
-    monkeypatch.setattr(lane, "read_processor", lambda: Processor("", cores, 2 * cores, frozenset()))
+    monkeypatch.setattr(stream, "read_processor", lambda: Processor("", cores, 2 * cores, frozenset()))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    lane._few_cores.cache_clear()
-    here = lane.DeviceStream(torch.device("cpu"))
+    stream._few_cores.cache_clear()
+    here = stream.DeviceStream(torch.device("cpu"))
     here.stream = object()  # type: ignore[assignment]
     here.mark()
-    lane._few_cores.cache_clear()
+    stream._few_cores.cache_clear()
     assert made == [sleeps]
 
 
@@ -164,7 +164,7 @@ def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_layers_that_can_be_dropped_are_the_pools_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a model with biases, whose graphs know where all of it lies; no host tier, whatever a GPU has otherwise."""
+    """Of a model with biases, whose graphs know where all of it lies; no host tier, in contrast to other GPUs."""
     model = {**llama_config(num_hidden_layers=4), "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     config = tiny(tmp_path, model, overload="drop", num_gpu_blocks_override=20)
     monkeypatch.setattr(memory, "cuda_cache_bytes", lambda *_: 110_000_000)

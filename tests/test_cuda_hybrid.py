@@ -20,8 +20,8 @@ from engine.execution.cuda import swap
 from engine.execution.cuda.buffers import StepInputs
 from engine.execution.cuda.forward import Graphs
 from engine.execution.cuda.swap import Swapper
-from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
+from engine.execution.stream import DeviceStream, Mark
 from engine.models.spec import hidden_state_refusal
 from engine.scheduling.output import Chunk, ReplacedEntry, SchedulerOutput
 from engine.triton_kernels import twins
@@ -171,7 +171,7 @@ def test_swaps_hold_their_order_however_the_lanes_run(hurry: float, monkeypatch:
         rng = random.Random(seed)
         pool = pool_of(8, 1, 4, 1, 2, host_units=8)
         lane, *ways = lanes = [LaterLane() for _ in range(3)]
-        rng.shuffle(lanes)  # which of them are in a hurry
+        rng.shuffle(lanes)  # which requests are in a hurry
         swapper = Swapper(pool, LaterKernels(lane), lane, *ways)
         device, on_host = [0.0] * 8, [0.0] * 8
         for step in range(1, 30):

@@ -1,4 +1,4 @@
-"""The file layer: what appears, when, and what a full or faulty disk leaves behind."""
+"""The file layer: which files appear, when, and which files a full or faulty disk leaves behind."""
 
 import errno
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk, Log, RecordingDisk
+from support.tables import for_each
 
 from gateway.store.disk import QUIET_SECONDS, Disk, DiskFile, StorageError, StorageHealth, UnreadableError, read_errors
 
@@ -49,8 +50,12 @@ def test_a_fault_at_any_operation_leaves_nothing(tmp_path: Path, number: int, co
     assert publish(disk, tmp_path).read_bytes() == b"content"
 
 
-@pytest.mark.parametrize("code", sorted(errno.errorcode))
-def test_every_errno_is_a_fault_of_storage_that_is_logged_once(code: int, caplog: pytest.LogCaptureFixture) -> None:
+FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENOENT, errno.EACCES, errno.ESTALE)
+"""No room, a broken device, a file system that became read-only, no descriptor, no file, no right, a lost server."""
+
+
+@pytest.mark.parametrize("code", FAULTS)
+def test_an_errno_is_a_fault_of_storage_that_is_logged_once(code: int, caplog: pytest.LogCaptureFixture) -> None:
     disk = Disk()
     for _ in range(3):
         with pytest.raises(StorageError), disk.storing():
@@ -60,7 +65,7 @@ def test_every_errno_is_a_fault_of_storage_that_is_logged_once(code: int, caplog
     assert errno.errorcode[code] in message and "/secret" not in message
 
 
-@pytest.mark.parametrize("code", sorted(errno.errorcode))
+@for_each("code", sorted(errno.errorcode))
 def test_a_read_fails_for_the_file_or_for_the_folder(tmp_path: Path, code: int) -> None:
     """A damaged file costs its own lines; any other fault pauses the batch and costs nothing."""
     of_the_file = {errno.ENOENT, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EISDIR}

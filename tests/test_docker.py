@@ -1,4 +1,4 @@
-"""docker/: what can be checked without a container engine. The dashboard names only metrics that the server shows; the
+"""docker/: the checks that need no container engine. The dashboard names only metrics that the server shows; the
 image copies what exists; the entry point never opens a server without a key; files parse and agree with each other."""
 
 import importlib.util
@@ -133,7 +133,7 @@ def test_compose_mounts_what_exists() -> None:
                 source = volume.split(":")[0]
                 assert source in compose["volumes"] or (DOCKER / source).is_dir(), volume
     prometheus = compose["services"]["prometheus"]
-    assert "prometheus:/prometheus" in prometheus["volumes"]  # data go there, whatever the image's default is
+    assert "prometheus:/prometheus" in prometheus["volumes"]  # data go there with any default of the image
     assert "--storage.tsdb.path=/prometheus" in prometheus["command"]
     (gpu,) = documents(DOCKER / "compose.gpu.yaml")
     assert set(gpu["services"]) <= set(compose["services"])

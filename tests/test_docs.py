@@ -7,7 +7,7 @@ import sys
 from datetime import date
 from pathlib import Path
 
-import pytest
+from support.tables import for_each
 
 from benchmarks import result_tables
 
@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@for_each("page", PAGES)
 def test_every_link_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if not re.match(r"\w+://|#", target):
             assert (page.parent / target.partition("#")[0]).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@for_each("page", PAGES)
 def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     if "lab" not in page.parts:
         named = re.findall(r"`((?:engine|gateway|predictor|loadgen|benchmarks|tests)/[\w/]+\.\w+)`", page.read_text())

@@ -55,12 +55,12 @@ KINDS: dict[str, dict[str, object]] = {
     "log-probabilities": {"logprobs": 5},
     "all of them": {"top_p": 0.9, "frequency_penalty": 1.0, "logit_bias": ((3, 1.0),), "logprobs": 5},
     "masks": {"temperature": 0.0, "grammar": Grammar("json", "")},
-    "masks and all of them": {"grammar": Grammar("json", ""), "presence_penalty": 1.0, "logprobs": 5, "top_k": 3},
+    "masks and all kinds": {"grammar": Grammar("json", ""), "presence_penalty": 1.0, "logprobs": 5, "top_k": 3},
     "swapped out and in": {"temperature": 0.0},
     "from hidden state": {"temperature": 0.0},
     "restored": {"temperature": 0.0},
 }
-"""Kinds of steps, and what their requests wish."""
+"""Kinds of steps, and the options of their requests."""
 EDITS = {"presence_penalty", "frequency_penalty", "logit_bias", "grammar"}
 """Wishes for which no step repeats the one before."""
 
@@ -154,7 +154,7 @@ def counts_of(
     """Of each launch; every step is launched while the one before it runs, and nothing but their ends is waited for;
     for masks, which follow from the last step's tokens, that step is waited for while this one runs."""
     counts, collects = [], []
-    dry.step += 3  # what was launched before has ended
+    dry.step += 3  # earlier launches have ended
     steps = steps_of(kind, rows, adapters)
     for step in steps:
         dry.step, dry.strict, dry.counts = dry.step + 1, "masks" not in kind, Counter()
@@ -238,7 +238,7 @@ def test_a_repeated_step_uploads_the_changed_blocks_only() -> None:
 
 
 def shard_of(dry: DryDevice, rank: int) -> Shard:
-    """One of two; what it adds and gathers is counted."""
+    """One of two; its additions and gathers are counted."""
 
     def take(what: str, part: torch.Tensor) -> torch.Tensor:
         assert part.is_meta and part.is_contiguous(), "no tensor of the device that a collective takes"
@@ -557,7 +557,7 @@ def test_nothing_is_compiled_for_a_chunk_behind_a_long_past(monkeypatch: pytest.
             weights = build_weights(spec, MetaTensors())
         runner = Runner(CudaDevice(spec, weights, triton_kernels(), limits, graphs=False))
         dry.sealed = True
-        dry.step += 3  # what was launched before has ended
+        dry.step += 3  # earlier launches have ended
         params = SamplingParams(max_tokens=40, temperature=0.0)
         tokens, entries = tuple([5] * 1400), tuple(kv(2 * block) for block in range(blocks))
         request = NewRequest(0, "long", tokens, len(tokens), params, entries)

@@ -18,7 +18,6 @@ from driver import Driver, make_request
 from fake_engine import MODEL, FakeEngine, demo_engine, say, serve
 from test_tools import client_of
 from tiny_models import model_folder, reference_model
-from transformers import AutoModel
 
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.build.checkpoint_settings import read_embedding_spec
@@ -109,7 +108,7 @@ def test_vectors_equal_a_reference(backend: str, case: str) -> None:
 
 
 def test_a_mean_is_computed_whole_and_leaves_nothing_behind() -> None:
-    """No prefix hits, whoever has been there; one that only looks at the last token has them."""
+    """No prefix hits, after any request; one that only looks at the last token has them."""
     driver = make_driver("torch", "llama-gqa2")
     ids = texts(3)[2]
     for name, pooling in (("m1", Pooling.MEAN), ("l1", Pooling.LAST), ("m2", Pooling.MEAN), ("l2", Pooling.LAST)):
@@ -178,6 +177,8 @@ TEXTS = ["the river rises", "a boat", "the river rises and the mill turns, again
 
 
 async def test_the_official_client_gets_what_transformers_compute(tmp_path: Path) -> None:
+    from transformers import AutoModel
+
     """Texts, lists of texts and of ids; both encodings, fewer dimensions; usage; and the same as lines of a batch."""
     engine, tokenizer = demo_engine(num_gpu_blocks_override=200, max_num_seqs=8, max_num_batched_tokens=64)
     ids = [tokenizer.encode(text) for text in TEXTS]
@@ -192,7 +193,7 @@ async def test_the_official_client_gets_what_transformers_compute(tmp_path: Path
     async with serve(engine, tokenizer, folder=folder, served_model_name=names) as served, client_of(served) as client:
         ask = client.embeddings.create
         for given in (TEXTS, ids):
-            answer = await ask(model=MODEL, input=given)  # base64: what the client asks for by itself
+            answer = await ask(model=MODEL, input=given)  # base64: the client's default
             assert [each.index for each in answer.data] == [0, 1, 2]
             for each, vector in zip(answer.data, expected, strict=True):
                 assert np.abs(np.array(each.embedding) - vector).max() < 1e-4

@@ -20,8 +20,8 @@ from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFull
 from engine.limits import SchedulerConfig
 from engine.loop.watchdog import StepLimits
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.offline import OfflinePlan, PlannedChunk
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan, PlannedChunk
 from engine.stream import STREAM_LIMIT
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel

@@ -10,7 +10,8 @@ import pytest
 import tiny_models
 import torch
 from driver import Driver, make_request
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
+from support.fuzz import fuzz
 
 from engine.api import FinishReason, RequestClass
 from engine.cache.blocks import CacheAction
@@ -171,7 +172,7 @@ def check_hybrid(driver: Driver, case: str) -> None:
         if index % 4 == 3:
             driver.step()
     while offered and not any(step.features.compact_tokens for step in driver.steps):
-        assert driver.step(), "nobody was run from hidden state"
+        assert driver.step(), "no request ran from hidden state"
     started = {new.request_id for step in driver.steps for new in step.new_requests}
     gone = [name for name in list(driver.outputs) if offered and name not in started]
     for name in gone:  # so that the room is back before those that run from hidden state have ended
@@ -193,7 +194,7 @@ arrival = st.tuples(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@fuzz(12, suppress_health_check=[HealthCheck.too_slow])
 @given(
     arrivals=st.lists(arrival, min_size=2, max_size=16),
     num_blocks=st.integers(26, 36),

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.__main__ import BENCHES
 from benchmarks.experiments.main import EXPERIMENTS
+from benchmarks.features import FEATURES as BENCHED
 from engine.config import EngineConfig
 from gateway.commands.flags import flags_of
 from gateway.config import ServerConfig
@@ -47,6 +48,7 @@ def test_the_command_exists(name: str) -> None:
     if words[:3] == ["python", "-m", "benchmarks"]:
         assert words[3] in BENCHES
         assert words[3] != "experiments" or words[4] in EXPERIMENTS
+        assert words[3] != "features" or words[4] in BENCHED
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     else:

@@ -1,8 +1,10 @@
 """/v1/files with the official client, and with the uploads that it would never send."""
 
 import asyncio
+import gc
 import os
 import resource
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from anyio import CapacityLimiter
 from batch_tools import batch_server, create, eventually, jsonl, leftovers, line, submit, until, upload
 from fake_engine import Served
 from fixtures import refuse_blocking
@@ -17,9 +20,10 @@ from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
 from test_batches_api import check_types
 
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.files import MAX_OVERHEAD, MAX_PARTS
+from gateway.batch.files import MAX_OVERHEAD, MAX_PARTS, FileContent
 from gateway.batch.run import BatchLimits
 from gateway.store.disk import StorageError
+from gateway.store.objects import FileObject
 
 Ready = tuple[Served, openai.AsyncOpenAI]
 SMALL = BatchLimits(file_bytes=100_000, retry_seconds=0.01, tick_seconds=0.02)
@@ -348,3 +352,21 @@ async def test_a_large_upload_and_its_validation(tokenizer: Tokenizer, tmp_path:
         assert after_upload - before < 64e6 and peak - before < 64e6
         await client.batches.cancel(batch.id)
         await until(client, batch.id)
+
+
+@pytest.mark.parametrize("purpose", ["batch", "batch_output"])
+async def test_an_abandoned_download_keeps_no_memory(tmp_path: Path, purpose: str) -> None:
+    """Without the garbage collector: a server under load collects rarely, and a piece has a megabyte."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 3_000_000)
+    file = FileObject("file-1", "t", 3_000_000, 1, "name", purpose, None)
+    content = FileContent(file, os.open(path, os.O_RDONLY), CapacityLimiter(1))
+    await content.begin()
+    content.close()
+    left = weakref.ref(content)
+    gc.disable()
+    try:
+        del content
+        assert left() is None
+    finally:
+        gc.enable()

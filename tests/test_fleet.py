@@ -20,8 +20,8 @@ from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, 
 from engine.fleet.client import FleetClient
 from engine.loop.watchdog import StepLimits
 from engine.process.client import EngineProcess
-from engine.process.judge import RestartPolicy
 from engine.process.launcher import SILENCE, ProcessOptions
+from engine.process.requests import RestartPolicy
 from engine.process.suspects import LONE_DEATHS, SUSPECT_AFTER
 from gateway.commands.engines import RESTART, restart
 from gateway.store.folder import open_state
@@ -37,7 +37,7 @@ async def fleet_of(
     loaded: bool = False,
     **options: Any,
 ) -> AsyncIterator[FleetClient]:
-    """One engine for each script of faults; at the end nothing of them is left."""
+    """One engine for each script of faults; at the end no process and no descriptor is left."""
     before = children()
 
     def make(number: int, changed: Any) -> EngineProcess:
@@ -157,7 +157,7 @@ async def ended(fleet: FleetClient, name: str, **options: Any) -> FinishReason |
 
 
 async def test_a_moved_request_can_be_aborted_and_moves_only_once(tmp_path: Path) -> None:
-    """It may be what the engines die of: it is not carried from one to the next."""
+    """The engines may die of it: it is not carried from one to the next."""
     async with fleet_of(tmp_path, "before:1,ready:1:2-99", "before:1,ready:1:2-99") as fleet:
         outputs = await collect(fleet, request("deadly"))  # type: ignore[arg-type]
         assert is_error(outputs[-1], EngineUnavailableError)

@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 from fakes.runner import solo
 from fakes.staged import LAYER_BYTES, LAYERS, UNIT_LAYER_BYTES, StagedFake
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from integrity import check_core
+from support.fuzz import machine_test
 from test_fleet_fuzz import FakeFleetEngine
 from test_fleet_pipelines import MERGE, SPLIT, before_order
 
@@ -25,8 +25,8 @@ from engine.process import frames, stage
 from engine.process.link import Calls, Regrouping
 from engine.process.requests import OpenRequest
 from engine.scheduling.moving import MovedRequest, Moves
+from engine.scheduling.offline import whole
 from engine.scheduling.output import SchedulerOutput
-from engine.scheduling.planner import whole
 from engine.scheduling.report import report_load
 from engine.stream import RequestStream
 
@@ -35,7 +35,7 @@ CONFIG = SchedulerConfig(num_units=UNITS, max_model_len=40, block_size=4, max_nu
 
 
 class Process:
-    """What `Stage` asks of an engine, over a core whose steps a rule runs. `outputs` takes what they give."""
+    """What `Stage` asks of an engine, over a core whose steps a rule runs. `outputs` takes their results."""
 
     def __init__(self, outputs: Callable[[Any], None]) -> None:
         self.core = EngineCore(CONFIG)
@@ -74,7 +74,7 @@ class Process:
             self.core.abort(request_id, self.now)
 
     async def prepare(self, _requests: Sequence[EngineRequest]) -> None:
-        """No request of these has a grammar."""
+        """None has a grammar."""
 
     def load(self) -> Any:
         return report_load(self.core.state, self.now)
@@ -225,7 +225,7 @@ class Changes(RuleBasedStateMachine):
         self.fleet._overload._task.cancel()  # rules say when
 
     def _settle(self, *calls: Callable[[], Any]) -> None:
-        """Until no order is under way. The calls come first; one of them may give what is to be awaited."""
+        """Until no order is under way. The calls come first; one may return an awaitable."""
 
         async def run() -> None:
             for call in calls:
@@ -343,12 +343,11 @@ class Changes(RuleBasedStateMachine):
             assert tokens == (due if ended is FinishReason.LENGTH else due[: len(tokens)]), name
 
 
-TestChanges = Changes.TestCase
-TestChanges.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestChanges = machine_test(Changes, 20, 25)
 
 
 def test_requests_of_both_engines_go_through_a_drop_and_a_restore() -> None:
-    """What the machine seldom comes to by chance: both have pasts, and steps follow at once."""
+    """A state that the machine seldom reaches by chance: both have pasts, and steps follow at once."""
     machine = Changes()
     for _ in range(4):
         machine.ask(False, 10, 8)

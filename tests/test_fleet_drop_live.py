@@ -16,7 +16,7 @@ from engine.api import EngineRequest, EngineState, PipelineStats, SamplingParams
 from engine.config import EngineConfig
 from engine.fleet.client import FleetClient
 from engine.fleet.launch import make_fleet
-from engine.process.judge import RestartPolicy
+from engine.process.requests import RestartPolicy
 
 BLOCKS = 48
 CONFIG = EngineConfig(

@@ -5,9 +5,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.fuzz import machine_test
 
 from engine.api import (
     EngineInfo,
@@ -34,7 +34,7 @@ LINES = 1
 
 class FakeFleetEngine:
     """Gives request r the tokens 0, 1, 2 ..., one a step. Who was in the steps of several deaths and has not got
-    past its place does not leave it; `lost` counts what was ended with an error."""
+    past its place does not leave it; `lost` counts requests that ended with an error."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.info = EngineInfo(512, 405, frozenset(), "fake", "none", "none", 0, cache_tokens=64, block_size=4)
@@ -166,7 +166,7 @@ class FakeFleetEngine:
 
 
 class Client:
-    """One caller: what it asked, what it got."""
+    """One caller: its request and its answer."""
 
     def __init__(self, fleet: FleetClient, requests: Sequence[EngineRequest]) -> None:
         self.requests = requests
@@ -313,7 +313,7 @@ class Fleet(RuleBasedStateMachine):
         for client in self.clients:
             if client.streams:
                 open_ids = {name for name, got in client.outputs.items() if not got or got[-1].finish_reason is None}
-                assert open_ids <= set(held), "an engine has what has not ended"
+                assert open_ids <= set(held), "an engine has the open requests"
 
     @invariant()
     def nothing_that_could_run_elsewhere_waits_for_an_engine_that_is_away(self) -> None:
@@ -344,5 +344,4 @@ class Fleet(RuleBasedStateMachine):
         self.loop.close()
 
 
-TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestFleet = machine_test(Fleet, 40, 40)

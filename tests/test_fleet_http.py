@@ -1,4 +1,4 @@
-"""Clients and batches over HTTP before several engines, which die: nobody sees more than a pause."""
+"""Clients and batches over HTTP before several engines, which die: clients see no more than a pause."""
 
 import asyncio
 import sys
@@ -17,8 +17,8 @@ from test_process_http import CHILD, CONFIG, everything
 from engine.api import EngineState
 from engine.fleet.client import FleetClient
 from engine.process.client import EngineProcess
-from engine.process.judge import RestartPolicy
 from engine.process.launcher import ProcessOptions
+from engine.process.requests import RestartPolicy
 from engine.text.tokenizer import Tokenizer
 
 DEATHS = ("before:2:1-1,frame:3:2-2,hang:5:3-3", "after:4:1-1,loop:3:2-2")

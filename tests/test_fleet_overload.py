@@ -18,11 +18,11 @@ def full(engine: int, queued: int = 20) -> Group:
 def test_two_engines_merge_when_one_is_full_and_more_waits_than_is_free() -> None:
     watch = Watch()
     free = Group((1,), 100, 10, 0)
-    assert watch.merges([full(0, queued=2), free], 50, now=0.0) == [], "there is room for what waits"
+    assert watch.merges([full(0, queued=2), free], 50, now=0.0) == [], "there is room for the queue"
     assert watch.merges([Group((0,), 100, 80, 60), free], 50, now=0.0) == [], "it is not full"
     assert watch.merges([full(0), free], 50, now=0.0) == [(0, 1)] and not watch.too_little
     assert watch.merges([full(0, queued=90), free], 50, now=0.0) == [(0, 1)] and watch.too_little
-    assert watch.merges([full(0)], 50, now=0.0) == [] and watch.too_little, "there is nobody to merge with"
+    assert watch.merges([full(0)], 50, now=0.0) == [] and watch.too_little, "no engine to merge with"
 
 
 def test_a_pair_is_the_largest_pipeline() -> None:

@@ -1,4 +1,4 @@
-"""What the fleet stands on: loads, prefixes, harvests, places and sums, each by itself."""
+"""Parts of the fleet: loads, prefixes, harvests, places and sums, each by itself."""
 
 import math
 import os

@@ -19,7 +19,7 @@ from engine.fleet.client import FleetClient
 from engine.fleet.overload import Overload
 from engine.fleet.pipelines import Pair
 from engine.fleet.routing import Member
-from engine.process.orders import Exchange, Order, Past, WritePasts
+from engine.process.frames import Exchange, Order, Past, WritePasts
 
 SMALL = replace(CONFIG, num_gpu_blocks_override=100)
 MERGE = ("Hold", "Meet", "Stall", "Exchange", "Reform", "Attach", "WritePasts", "Go")
@@ -93,7 +93,7 @@ async def test_a_pipeline_goes_on_with_what_two_engines_had_and_they_with_what_i
 
 
 def orders_to(member: Member) -> list[Any]:
-    """What it is told from now on."""
+    """Orders from now on."""
     told: list[Any] = []
     tell = member.engine.regroup.order
 

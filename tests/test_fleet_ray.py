@@ -141,7 +141,7 @@ def test_what_an_engine_takes_of_a_cluster() -> None:
         bundle_for({"CPU": 2.0}, 3, config)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")
 async def test_two_actors_of_a_cluster(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.flight import Completed, Facts, FailedStep, Flights, Idle, Launched
 from engine.process.client import EngineProcess
-from engine.process.judge import RestartPolicy
 from engine.process.launcher import ProcessOptions
+from engine.process.requests import RestartPolicy
 from engine.scheduling.output import Chunk
 from gateway.cli import main
 from gateway.commands.engines import table

@@ -13,7 +13,6 @@ from kernel_ledger import _Tensors
 from safetensors.torch import load_file, save_file
 from test_dry_device import counts_of
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.setup import SHAPES
 from benchmarks.quantization import logits_of
@@ -192,7 +191,7 @@ def test_inputs_are_rounded_by_the_kernel_before_where_there_is_one() -> None:
 
 @pytest.mark.parametrize("static", [None, 0.02])
 def test_rounding_in_norms_and_gates_changes_no_bit(static: float | None) -> None:
-    class Whole:  # a layer that nobody rounds for
+    class Whole:  # a layer without rounded input
         def __init__(self, layer: Linear) -> None:
             self._layer = layer
 
@@ -296,6 +295,8 @@ def _by_transformers(
     """Logits of transformers' modules with the dequantised weights in a type, whose linear layers are given what the
     formats' definition makes of their inputs: x / scale as e4m3 between its ends, times scale."""
     packed_checkpoints.write_dense(folder, weights)
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
 
     def rounded(_module: object, given: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -322,7 +323,7 @@ def test_stored_floats_compute_as_transformers_modules_do(name: str, static: flo
     ours = logits_of(load_spec(tmp_path / "packed"), model, ids).double()
     assert isinstance(model.layers[0].up, Float8Linear) and not isinstance(model.head, Float8Linear)
     assert (ours - exact).norm() < 1.1 * (theirs - exact).norm() < 0.2 * exact.norm()
-    if static == 0.0015:  # what is cut off is: with scales of rows the answer is another
+    if static == 0.0015:  # the part that is cut off is: with scales of rows the answer is another
         other = _by_transformers(tmp_path / "dense", weights, None, ids, F32)
         assert (other - exact).norm() > exact.norm()
 

@@ -69,7 +69,7 @@ def use(url: str) -> None:
     raise AssertionError("the batch did not end")
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
 def test_every_panel_has_data(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 from batch_tools import eventually
 from driver import has_ended
-from hostile_grammars import doublings, hostile, lark, regex, rules, schema
+from hostile_grammars import hostile, lark, regex, rules, schema
 
 import engine.models.demo
 from engine.api import EngineRequest, RequestClass, SamplingParams
@@ -33,7 +33,7 @@ VOCAB, EOS = 2560, 2
 TOKENIZER = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 LIMITS = ProofLimits(seconds=0.3, memory=160 * 2**20)
 QUICK = 0.1
-ENDLESS = dict(doublings())["new lines"]
+ENDLESS = hostile()["gbnf: new lines"]
 STUCK = LIMITS.seconds * 1000
 
 
@@ -123,12 +123,14 @@ async def test_every_hostile_grammar_ends_while_another_tenants_are_compiled() -
         assert len(answers) < len(cases), "the chats did not wait for the others"
         await asyncio.gather(*work)
     assert answers.keys() == cases.keys() and all(len(answer) < 600 for answer in answers.values())
-    assert {name for name in ("doubling terminals", "new lines", "multiples of a prime") if not answers[name]} == set()
-    for name in ("references", "rules", "properties of references"):
+    assert {
+        name for name in ("lark: terminals doubled", "gbnf: new lines", "json: multipleOf a prime") if not answers[name]
+    } == set()
+    for name in ("json: of references", "lark: rules", "json: of properties"):
         assert "nested too deeply" in answers[name]
-    for name in ("6,000 terminals", "a third repeat", "nested repeats"):
+    for name in ("lark: terminals beside each other", "regex: groups of 100", "lark: repetitions"):
         assert answers[name], "neither the trial answer, which slow cores shorten, nor the answer met a limit"
-    for name in ("an explosion", "20,000 values", "objects of objects", "long words"):
+    for name in ("json: a pattern that backtracks", "json: enum", "json: of nested roots"):
         assert not answers[name]
 
 
@@ -160,7 +162,7 @@ def test_the_items_of_a_step_are_bounded() -> None:
 async def test_a_grammar_is_refused_for_the_limit_that_it_met() -> None:
     compiler = make_compiler()
     cases = [
-        (dict(doublings())["doubling terminals"], ProofLimits(seconds=30.0, memory=64 * 2**20), "memory"),
+        (hostile()["lark: terminals doubled"], ProofLimits(seconds=30.0, memory=64 * 2**20), "memory"),
         (ENDLESS, ProofLimits(seconds=0.2), "longer than 0.2 s"),
         (rules(2000, "start: r0\n", "r{}: r{}\n", 'r{}: "a"\n'), ProofLimits(stack=2**20), "nested too deeply"),
         (schema({"type": "string"}), ProofLimits(hold_seconds=0.0), "without delaying other requests"),

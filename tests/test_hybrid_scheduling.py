@@ -138,7 +138,7 @@ def test_an_abort_gives_the_host_back_at_every_moment(depth: int) -> None:
 
 
 def test_a_failed_step_takes_what_it_moved_with_it(depth: int) -> None:
-    """Targets of a failed step's operations are in doubt: nobody may read them again."""
+    """Targets of a failed step's operations are in doubt: no request may read the blocks again."""
     met: set[CacheAction] = set()
     for step in range(60):
         driver = make(depth, host=400, scratch=20, policy="apt", fail=frozenset({step}))

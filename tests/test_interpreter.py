@@ -1,4 +1,4 @@
-"""Collections of old objects wait until nobody does. In processes of their own: pytest's collector is left alone."""
+"""Collections of old objects wait until no request waits. Child processes spare pytest's collector."""
 
 import subprocess
 import sys

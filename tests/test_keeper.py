@@ -70,7 +70,7 @@ STEP = replace(STEP, features=features_of(STEP))
 def live(
     keeper: Colocation, name: str, ttft: float, gaps: list[float], arrival: float, *, beside: bool = True
 ) -> float:
-    """One online request from its first token to its end; when it ends. Steps take what they should."""
+    """One online request from its first token to its end; when it ends. Steps take the predicted time."""
     now = arrival + ttft
     times = RequestTimes(arrival=arrival, first_token=now)
     count = len(gaps) + 1
@@ -199,7 +199,7 @@ def test_initial_budget_is_a_share_of_what_the_tbt_limit_leaves() -> None:
     room = BUDGET_SHARE * (0.060 - smallest)
     assert initial_budget(LIMITS, MODEL).latency_budget == pytest.approx(smallest + room, rel=1e-3)
     relative = initial_budget(SLO.parse("5%"), MODEL).latency_budget
-    assert relative == pytest.approx(1.05 * smallest, rel=1e-3), "what the tolerance leaves above the smallest step"
+    assert relative == pytest.approx(1.05 * smallest, rel=1e-3), "the part of the tolerance above the smallest step"
     assert 0.03 < initial_budget(SLO.parse("ttft_p99=1s"), MODEL).latency_budget < 0.04, "nothing said"
     out_of_reach = initial_budget(SLO.parse("tbt_p99=7ms"), MODEL).latency_budget
     assert 0.03 < out_of_reach < 0.04, "no step keeps it"
@@ -356,7 +356,7 @@ def test_replays_run_the_policies_of_the_server() -> None:
             ReplayedServer(MODEL, SLO.parse("ttft_mean=1s"), tight, online_policy=policy),
             BudgetParams("hygen", 0.0),
         )["ttft_mean"]
-        for policy in ("fcfs", "no-preempt", "srpt-oracle")
+        for policy in ("fcfs", "larry", "apt")
     }
     assert len(set(means.values())) == 3
     with pytest.raises(ConfigError, match="unknown online policy"):
@@ -397,7 +397,7 @@ def test_the_offline_lengths_are_those_of_the_jobs() -> None:
     assert keeper.offline_work() == [Lengths(80, 12)]
     for index in range(MIN_OFFLINE):
         keeper.on_step(STEP, 0.0082, [output_of(f"{index}", 3, 1.0, reason=FinishReason.STOP, offline=True)], 1.0)
-    assert keeper.offline_work() == [Lengths(10, 3)] * MIN_OFFLINE, "what they turned out to be"
+    assert keeper.offline_work() == [Lengths(10, 3)] * MIN_OFFLINE, "their measured values"
 
 
 def test_what_had_no_end_is_no_good_answer() -> None:
@@ -423,7 +423,7 @@ def test_no_budget_that_keeps_the_slo_is_obeyed() -> None:
     held = keeper.stats(1.0)
     assert core.state.offline_share == held.offline_share == 0.0
     assert held.held == "no offline budget keeps the SLO (searched for a test)"
-    assert held.latency_budget == before.latency_budget > 0.0, "what runs when nobody is there"
+    assert held.latency_budget == before.latency_budget > 0.0, "a job without chats"
     keeper.on_step(STEP, 0.0082, [], 100.0)
     assert core.state.offline_share == 0.0, "no breaker lets it through"
     keeper.set_budget(BudgetParams("tidemill", 0.02), "searched for another load", replayed=True)
@@ -439,7 +439,7 @@ def test_what_is_proven_is_seconds_whatever_share_of_another_budget_they_are() -
         keeper.set_budget(BudgetParams("tidemill", factor * initial), "less of it, or more")
         assert keeper.stats(0.0).offline_share == pytest.approx(share)
     keeper.set_budget(keeper.initial, "nothing is known")
-    assert keeper.stats(0.0).offline_share == pytest.approx(0.125), "nobody has proven the rest"
+    assert keeper.stats(0.0).offline_share == pytest.approx(0.125), "the rest is not proven"
     keeper.set_budget(BudgetParams("tidemill", initial), "searched", replayed=True)
     assert keeper.stats(0.0).offline_share == 1.0
 
@@ -525,7 +525,7 @@ def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monk
     assert ttfts["as before"] > 1.5 * base
     assert ttfts["bounded"] - base < 0.6 * bounded.idle, "half of such a step on average"
     keeper.set_budget(BudgetParams("tidemill", 0.2), "searched")
-    assert objectives[-1].idle == bounded.idle, "a replay shows what it does beside chats"
+    assert objectives[-1].idle == bounded.idle, "a replay shows its effect on chats"
     for limit in ("ttft_p99=500ms", "ttft_mean=500ms"):
         waits = ArrivalWaits.of(SLO.parse(limit), MODEL, [("default", 200)], 2.0)
         objective = waits.objective(LIMITS, BudgetParams("tidemill", 0.2), searched="p99" in limit)
@@ -592,7 +592,7 @@ def test_the_first_chats_say_how_long_others_may_wait(monkeypatch: pytest.Monkey
 
 def test_rests_are_as_long_as_steps_were() -> None:
     objective = StepObjective(wait=0.002)
-    assert objective.rest_after(0.004) == 0.0, "half of it is what may be waited"
+    assert objective.rest_after(0.004) == 0.0, "half is the allowed wait"
     assert objective.rest_after(0.008) == pytest.approx(0.008), "half of the time"
     assert objective.rest_after(0.016) == pytest.approx(3 * 0.016), "a quarter of it"
     assert objective.rest_after(30.0) == LONGEST_REST and StepObjective().rest_after(30.0) == 0.0

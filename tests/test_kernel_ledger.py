@@ -70,7 +70,7 @@ def test_a_change_of_more_than_a_tenth_is_seen() -> None:
     assert not base.is_close(base._replace(loop=500)) and not base.is_close(base._replace(instructions=2_400))
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(1800)
 def test_everything_compiles_to_what_the_ledger_says() -> None:
     _, binaries = measure()

@@ -7,6 +7,7 @@ a Triton that compiles.
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from inspect import signature
 from pathlib import Path
 
@@ -21,33 +22,47 @@ from engine.triton_kernels.work import DecodeWork, PrefillWork
 
 CASES = [("attention",), ("engine",), ("cache", "int8", "rows", "lora")]
 """Names of files kernel_cases_<name>.py that run in one process."""
+TINY = (
+    "attention.py::test_prefill_sees_a_window[1]",
+    "cache.py::test_unit_copy_within_the_pool",
+    "int8.py::test_prefill_reads_no_scale_before_its_window[0]",
+    "lora.py::test_lora_add[24-40-torch.float32]",
+    "rows.py::test_layer_norm_of_rows_far_from_zero",
+)
+"""One case of each kind of kernel, which takes the interpreter less than 2 s."""
 CPU = torch.device("cpu")
 TESTS = Path(__file__).parent
 
 
-def run_cases(names: tuple[str, ...], interpret: bool) -> None:
+def run_cases(cases: Iterable[str], interpret: bool) -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q"]
-    command += ["--import-mode=importlib", "-x", *(str(TESTS / f"kernel_cases_{name}.py") for name in names)]
+    command += ["--import-mode=importlib", "-x", *(str(TESTS / f"kernel_cases_{case}") for case in cases)]
     ended = subprocess.run(
         command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
-    assert ended.returncode == 0, f"{names}\n{ended.stdout[-6000:]}\n{ended.stderr[-2000:]}"
+    assert ended.returncode == 0, f"{cases}\n{ended.stdout[-6000:]}\n{ended.stderr[-2000:]}"
     assert " passed" in ended.stdout and "skipped" not in ended.stdout, ended.stdout
 
 
+@pytest.mark.cpu_limit(15)
+def test_a_case_of_each_kernel_in_the_interpreter() -> None:
+    run_cases(TINY, interpret=True)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("names", CASES, ids="-".join)
 def test_kernels_equal_their_twins_in_the_interpreter(names: tuple[str, ...]) -> None:
-    run_cases(names, interpret=True)
+    run_cases([f"{name}.py" for name in names], interpret=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("names", CASES, ids="-".join)
 def test_kernels_equal_their_twins_on_a_gpu(names: tuple[str, ...]) -> None:
-    run_cases(names, interpret=False)
+    run_cases([f"{name}.py" for name in names], interpret=False)
 
 
 @given(
@@ -163,7 +178,7 @@ def test_prefill_work_splits_where_few_tiles_stand_before_a_long_past() -> None:
     assert splits((29, 9570)) == [15] * 15
     assert splits(*[(29, 9570)] * 4) == [4] * 16
     assert splits(*[(64, 9570)] * 9) == [1] * 9
-    assert splits((29, 900)) == [1], "the merge would take what is saved"
+    assert splits((29, 900)) == [1], "the merge would take the saved time"
     beside = splits((29, 9570), *[(64, 0)] * 12)
     assert beside.count(1) == 12 and len(beside) > 20, "short prompts beside it do not keep it whole"
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduling import knapsack
-from engine.scheduling.knapsack import Columns, Selection
+from engine.scheduling import selection
+from engine.scheduling.selection import Columns, Selection
 
 ROUNDING = 1e-9
 
@@ -35,7 +35,7 @@ def choose(candidates: Sequence[Candidate], capacity: int, *, live: int = 0, rho
     columns = Columns(
         np.array(values, np.float64), np.array(kv, np.int64), np.array([units or 0 for units in compact], np.int64)
     )
-    return knapsack.choose(columns, capacity, live=live, rho=rho)
+    return selection.choose(columns, capacity, live=live, rho=rho)
 
 
 def optimum(candidates: Sequence[Sequence[Option]], capacity: int) -> float:
@@ -142,7 +142,7 @@ def test_compact_first_then_upgrades_then_the_rest() -> None:
     assert choose(both, 20, live=1, rho=0.1) == Selection((1, 0), (), 10.0, 20)
     # The thin one's KV (10) does not fit behind them; what is left is topped up with its compact form.
     assert choose(both, 25, live=1, rho=0.1) == Selection((1, 0), (2,), 10.5, 25)
-    # A dear re-projection: nobody runs from compact cache, whatever it saves.
+    # A dear re-projection: no request runs from compact cache, however much it saves.
     assert choose(both, 15, live=10, rho=0.1) == Selection((1,), (), 6.0, 10)
 
 
@@ -158,7 +158,7 @@ def test_the_single_candidate_is_taken_in_the_richest_form_that_fits() -> None:
     small, large = Candidate(1.5, 2), Candidate(10.0, 40, 20)
     assert choose([small, large], 21, live=1, rho=0.01) == Selection((), (1,), 9.6, 20)
     assert choose([small, Candidate(10.0, 21)], 21) == Selection((1,), (), 10.0, 21)
-    # What the single one leaves is filled too.
+    # The rest after the single request is filled too.
     assert choose([Candidate(0.9, 3), Candidate(5.0, 20), Candidate(0.1, 2)], 22).kv == (1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Lanes, tenants and jobs in the offline queue: who goes first, how fairly, and that nobody starves."""
+"""Lanes, tenants and jobs in the offline queue: their order, their fairness, and that no tenant starves."""
 
 import math
 import random
@@ -12,16 +12,16 @@ from fakes.runner import FakeRunner
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from integrity import check_core
+from support.fuzz import machine_test
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams, TokenCosts
 from engine.errors import QueueFullError
 from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
 from engine.scheduling.fair_share import FairShare
-from engine.scheduling.job_queue import OFFLINE_POLICIES
-from engine.scheduling.ledger import token_costs
-from engine.scheduling.offline_queue import LANE_FLOOR, OfflineQueue
-from engine.scheduling.planner import whole
+from engine.scheduling.objective import token_costs
+from engine.scheduling.offline import whole
+from engine.scheduling.queues import LANE_FLOOR, OFFLINE_POLICIES, OfflineQueue
 from predictor.model import LatencyModel
 
 BLOCK = 4
@@ -174,7 +174,7 @@ def test_nobody_saves_service_up_or_sheds_a_debt() -> None:
     share.enter("a")
     share.charge("a", 100.0)
     share.enter("b")
-    assert share.service("b") == 100.0, "who comes is lifted to the least counter of those who are there"
+    assert share.service("b") == 100.0, "a tenant that arrives is lifted to the least counter of the present tenants"
     share.charge("b", 50.0)
     share.leave("b")
     share.enter("b")
@@ -182,7 +182,7 @@ def test_nobody_saves_service_up_or_sheds_a_debt() -> None:
     share.leave("a")
     share.leave("b")
     share.enter("c")
-    assert share.service("c") == 0.0, "with nobody left there is nobody to owe anything to"
+    assert share.service("c") == 0.0, "without tenants there is no debt"
 
 
 @given(
@@ -359,8 +359,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not queue._charged and not any(lane.tenants or lane.preempted for lane in queue._lanes.values())
 
 
-TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestQueueMachine = machine_test(QueueMachine, 60, 50)
 
 
 # ---- in the engine

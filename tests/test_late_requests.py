@@ -1,4 +1,4 @@
-"""Who has missed its objective and who can still be saved: `goodput`'s evictions and order, its tail, early refusal."""
+"""Requests that miss their objective: `goodput`'s evictions and order, its tail, early refusal."""
 
 import pytest
 from driver import Driver, make_request
@@ -62,7 +62,7 @@ def test_nobody_gives_way_for_ever(depth: int) -> None:
 
 
 def test_savable_requests_start_first_when_time_is_short() -> None:
-    """Memory for everybody: only the token limit of a step makes the queue wait."""
+    """Memory for all requests: only the token limit of a step makes the queue wait."""
     started = {}
     for policy in ("fcfs", "goodput-strict"):
         driver = make(0, blocks=200, policy=policy, model=MODEL)

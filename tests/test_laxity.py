@@ -1,4 +1,4 @@
-"""Who goes first among prompts and who is refused: as many as possible in time, nobody for ever, an honest 429."""
+"""The order of prompts, and which prompts are refused: as many as possible in time, nobody for ever, an honest 429."""
 
 import contextlib
 import math
@@ -20,15 +20,14 @@ from engine.core import EngineCore
 from engine.errors import ConfigError, QueueFullError
 from engine.limits import UNLIMITED_QUEUE, QueueTime, SchedulerConfig
 from engine.request import Request
-from engine.scheduling import laxity
+from engine.scheduling import urgency
 from engine.scheduling.admission import expected_wait, longest_wait
-from engine.scheduling.laxity import on_time, prefill_pace
-from engine.scheduling.ledger import StepLedger
-from engine.scheduling.objective import StepObjective
-from engine.scheduling.planner import offline_allowance
-from engine.scheduling.policies import find_policy
+from engine.scheduling.objective import StepLedger, StepObjective
+from engine.scheduling.offline import offline_allowance
 from engine.scheduling.report import report_stats
+from engine.scheduling.urgency import on_time, prefill_pace
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
+from loadgen.simulation.policies import find_policy
 from predictor.budget import BudgetParams
 from predictor.features import LatencyPredictor
 from predictor.model import LatencyModel
@@ -376,8 +375,8 @@ def test_the_slack_of_a_long_queue_is_that_of_its_requests(ttft: float, monkeypa
         clock.run_until(partial(clock.is_past, end))
         both = []
         for few in (0, 10_000):
-            monkeypatch.setattr(laxity, "FEW", few)
-            both.append(laxity.prompt_slack(core.state, partial(prefill_pace, core.state), clock.now))
+            monkeypatch.setattr(urgency, "FEW", few)
+            both.append(urgency.prompt_slack(core.state, partial(prefill_pace, core.state), clock.now))
         assert both[0] == pytest.approx(both[1], abs=1e-9)
         spare.add(both[0] > 0.0)
     assert len(core.state.waiting_online) > 64 and spare == {ttft > 30.0}

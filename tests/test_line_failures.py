@@ -25,6 +25,7 @@ from batch_tools import (
     submit,
     until,
 )
+from support.tables import for_each
 
 from engine.errors import (
     ConfigError,
@@ -85,7 +86,7 @@ TABLE: list[tuple[BaseException, Cause]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "cause"), TABLE, ids=[repr(error) for error, _ in TABLE])
+@for_each(("error", "cause"), TABLE)
 def test_the_table_of_causes(error: BaseException, cause: Cause) -> None:
     assert cause_of(error) is cause
 

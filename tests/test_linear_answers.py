@@ -31,7 +31,7 @@ def pieces_of(text: str, size: int) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_what_is_held_is_bounded(name: str) -> None:
-    """White space, and a call that does not end; nothing of them is lost."""
+    """White space, and a call that does not end; no part is lost."""
     calls = FORMATS[name].calls
     for text in ("\n" * 5 * MAX_BLANKS, (calls.mark or calls.leads) + "a" * (MAX_CALL_CHARS + 9)):
         for size in (1000, 0):
@@ -119,7 +119,7 @@ def test_anything_else_is_no_call(value: str) -> None:
             read_calls(text)
 
 
-# What a whole answer is made of
+# Parts of a whole answer
 
 
 class Answered:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tables import for_each
 from work_counter import count_work
 
 from engine.errors import InvalidRequestError
@@ -122,7 +123,7 @@ SCHEMA = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(name=st.sampled_from(sorted(FORMATS)), keys=st.dictionaries(KEYS, SCHEMA, max_size=5), definition=SCHEMA)
 def test_no_builder_multiplies_a_request(name: str, keys: dict[str, Any], definition: Any) -> None:
-    """Whatever is nested in whatever; a value that cannot be written is refused."""
+    """For all nestings; a value that cannot be written is refused."""
     parameters = {"type": "object", "properties": keys, "$defs": {"d": definition}}
     try:
         grammar = write_grammar(name, parameters)
@@ -152,7 +153,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest.model_validate({"model": "m", "messages": [USER], **fields})
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@for_each("name", sorted(FORMATS))
 def test_too_long_a_grammar_is_a_clear_400(name: str) -> None:
     parameters = {"type": "object", "properties": {"p": {"enum": ["x" * 100] * 3000}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
@@ -177,8 +178,8 @@ def test_too_long_a_form_is_refused_in_the_gateway(fields: dict[str, Any]) -> No
     assert caught.value.param is not None and caught.value.param.split(".")[0] in next(iter(fields)) + "guided_"
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
-@pytest.mark.parametrize(
+@for_each("name", sorted(FORMATS))
+@for_each(
     "schema",
     [
         {"$ref": []}, {"type": 5}, {"type": "array", "minItems": "a"}, {"enum": 5}, {"anyOf": 5}, {"const": {"a": {}}},

@@ -16,7 +16,6 @@ from fake_engine import Served, demo_engine, serve
 from fixtures import refuse_blocking
 from integrity import check_core
 
-from benchmarks.demo_training.phrases import held_out
 from engine.config import EngineConfig
 from engine.engine import Engine
 
@@ -104,7 +103,6 @@ async def test_the_tool_is_called_unasked_and_what_it_says_is_told(live: tuple[E
             ("I need the weather for Oslo.", "Oslo", "fog, 7 degrees"),
             ("How is the weather in Seoul?", "Seoul", "sunny, 31 degrees"),
         ):
-            assert held_out(question)
             asked: list[Any] = [{"role": "user", "content": question}]
             if streamed:
                 async with client.chat.completions.stream(**options, messages=asked) as stream:
@@ -139,7 +137,6 @@ async def test_a_form_is_filled_in_with_what_was_told(live: tuple[Engine, Served
     }
     async with client_of(served) as client:
         for told, person in people.items():
-            assert held_out(told)
             answer = await client.chat.completions.parse(
                 model=MODEL, temperature=0, messages=[{"role": "user", "content": told}], response_format=Person
             )

@@ -1,4 +1,4 @@
-"""The engine never stands still: whatever waits or runs, something can run, and nobody is immune or barred for ever."""
+"""The engine never stands still: in every state a request can run, and no request is immune or barred for ever."""
 
 import itertools
 import random
@@ -13,12 +13,12 @@ from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import RequestStatus
-from engine.scheduling.draft import StepDraft
-from engine.scheduling.next_step import LastResortBuilder
 from engine.scheduling.objective import StepObjective
+from engine.scheduling.offline import OfflinePlan, PlannedChunk, whole
 from engine.scheduling.output import Collect, SchedulerOutput
-from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
+from engine.scheduling.plan import StepPlan
 from engine.scheduling.policies import find_policy
+from engine.scheduling.step import LastResortBuilder
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
@@ -217,7 +217,7 @@ def test_whoever_is_in_the_way_of_the_last_resort_loses_its_place(host_units: in
     while old.num_computed_tokens < 40:
         assert driver.step()
     assert not scheduler.pool.num_available_units
-    step = LastResortBuilder(StepDraft(scheduler, driver.now)).build(with_offline=False)
+    step = LastResortBuilder(StepPlan(scheduler, driver.now)).build(with_offline=False)
     assert step is not None and step.requests == [old] and step.output.chunks[0].length == 1
     assert scheduler.running[RequestClass.ONLINE] == [old]
     assert driver.stats().preemptions["stall"] == 1
@@ -240,7 +240,7 @@ def test_a_plan_that_is_out_of_date_does_not_stop_the_lines() -> None:
 
 
 def test_without_a_plan_no_line_runs() -> None:
-    """The planner will say which; nobody jumps its queue meanwhile."""
+    """The planner will say which; no request jumps its queue meanwhile."""
     driver = make_driver()
     driver.add(make_request("job", [5] * 40, 3, request_class=OFFLINE))
     assert driver.core.schedule(driver.now, None) is None
@@ -250,7 +250,7 @@ def test_without_a_plan_no_line_runs() -> None:
 
 
 def test_a_failed_step_is_no_eviction() -> None:
-    """Nobody took the room of its requests: nothing is counted, and no line keeps away from online work for it."""
+    """No request took the room of its requests: nothing is counted, and no line keeps away from online work for it."""
     driver = make_driver()
     driver.add(make_request("job", [5] * 8, 10, request_class=OFFLINE))
     runner = driver.runner

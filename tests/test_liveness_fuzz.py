@@ -11,6 +11,7 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from support.fuzz import FULL
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass
 from engine.forms import Pooling
@@ -205,11 +206,12 @@ def test_a_running_prompt_that_an_older_one_takes_the_memory_of_is_passed_over(p
     assert {final.finish_reason for final in driver.finals.values()} == {FinishReason.LENGTH}
 
 
+@pytest.mark.fuzz
 @pytest.mark.timeout(600)
 def test_something_can_always_run() -> None:
-    run_machine(200)
+    run_machine(200 if FULL else 12)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_something_can_always_run_10_000_times() -> None:
     run_machine(10_000)

@@ -77,7 +77,7 @@ def test_the_week_is_learned_in_buckets_and_forecast_by_day() -> None:
     served(load, [*poisson(0.5, noon, noon + 3600.0), *poisson(0.1, day - 600.0, day + 600.0)])
     load.advance(day + 1200.0)
     assert load.forecast(noon + 1800.0) == pytest.approx(0.5, rel=0.3)
-    assert load.forecast(3600.0) == 0.0, "the server was up, and nobody came"
+    assert load.forecast(3600.0) == 0.0, "the server was up without requests"
     assert load.forecast(noon + 1800.0 + 3 * day) == pytest.approx(0.5, rel=0.3), "another day, the same time"
     assert load.forecast(noon + 1800.0 + WEEK) == load.forecast(noon + 1800.0)
     assert math.isnan(LoadModel(0.0).forecast(5.0))
@@ -140,7 +140,7 @@ def test_shapes_that_differ(other: LoadShape, differs: bool) -> None:
 
 def test_offline_lengths_that_nobody_knows_are_no_difference_but_a_guess_is() -> None:
     unknown = LoadShape(100.0, 0.0, 50.0)
-    assert not SHAPE.differs(unknown, 1.3), "no job has come yet: what was found for the last one serves"
+    assert not SHAPE.differs(unknown, 1.3), "no job has come yet: the last result serves"
     assert unknown.differs(SHAPE, 1.3), "what was found without a job does not serve for one"
 
 
@@ -148,7 +148,7 @@ def test_windows_keep_bursts_and_are_made_for_any_rate() -> None:
     bursts = [OnlineArrival(60.0 * minute + 0.1 * i, Lengths(10, 5)) for minute in range(30) for i in range(10)]
     window = resample(bursts, 1.0, 2000, seed=3)
     gaps = [b.at - a.at for a, b in pairwise(window)]
-    assert sorted(gaps)[len(gaps) // 2] < 0.05, "most of them come in bursts"
+    assert sorted(gaps)[len(gaps) // 2] < 0.05, "most requests come in bursts"
     assert len(gaps) / sum(gaps) == pytest.approx(1.0, rel=0.25)
     with pytest.raises(ValueError, match="at least two"):
         resample(bursts[:1], 1.0, 10, seed=3)

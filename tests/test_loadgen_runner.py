@@ -117,7 +117,7 @@ async def test_a_limit_on_concurrency_does_not_hide_the_wait() -> None:
     records = await clock.drive(Run(work, clock, None, stalling(clock)).execute())
     by_index = {record.index: record for record in records.requests}
     assert by_index[1].sent_at == 8.0 and by_index[1].ttft == pytest.approx(7.25)
-    assert by_index[1].ttft_sent == pytest.approx(0.25), "what a closed-loop tool would have reported"
+    assert by_index[1].ttft_sent == pytest.approx(0.25), "the report of a closed-loop tool"
     assert by_index[1].lag == 0.0, "the wait for a slot is no fault of the client"
 
 

@@ -250,7 +250,7 @@ def test_rows_of_modules_by_transformers(name: str, native: bool, tmp_path: Path
             model.take_adapters([plan_adapter(NamedFolder("mine", wrong), shape)])
 
 
-# --- what is read, and what is refused ---------------------------------------------------------------------------
+# --- reading and refusals ---------------------------------------------------------------------------
 
 LLAMA = "llama-gqa2"
 Q = "model.layers.1.self_attn.q_proj"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda_driver import INVALID_VALUE, FakeDriver, fake_memory
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.fuzz import machine_test
 from test_stages import LAYERS, UNITS, llama, make, step_of
 
 from engine.errors import ConfigError
@@ -227,5 +227,4 @@ class Drops(RuleBasedStateMachine):
             self.check_past()
 
 
-TestDrops = Drops.TestCase
-TestDrops.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestDrops = machine_test(Drops, 25, 25)

@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import torch
 from dense_model import attend_with, dense_attend
+from support.tables import for_each
 from torch import Tensor
 from torch.nn import functional
 
@@ -176,7 +177,7 @@ WINDOWS: tuple[tuple[str, dict[str, Any], tuple[int | None, ...]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("family", "changes", "windows"), WINDOWS)
+@for_each(("family", "changes", "windows"), WINDOWS)
 def test_windows_are_of_layers(family: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     spec = spec_from_config(named(family, **{"hidden_act": None if "Gemma" in family else "silu"} | changes))
     assert spec.windows == windows and spec.max_context == 256
@@ -229,7 +230,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "message"), REFUSED, ids=str)
+@for_each(("family", "changes", "message"), REFUSED)
 def test_what_is_not_supported_is_refused_in_one_line(family: str, changes: dict[str, Any], message: str) -> None:
     assert spec_from_config(named(family)).position_offset == (2 if family == "OPT" else None)
     with pytest.raises(ModelLoadError, match=message) as caught:
@@ -261,8 +262,8 @@ def test_gemmas_layers_with_a_window_turn_by_a_theta_of_their_own() -> None:
     assert (silent.rope.theta, silent.local_rope.theta) == (1e6, 1e4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(1, 8), (5, 64), (33, 576), (3, 4, 16), (0, 64)], ids=str)
+@for_each("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@for_each("shape", [(1, 8), (5, 64), (33, 576), (3, 4, 16), (0, 64)])
 def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(shape, generator=generator) * 3).to(dtype)

@@ -131,7 +131,7 @@ def test_what_stands_still_keeps_its_units_while_the_cache_grows_and_others_come
         moves(core).arrived(name)
     output = step(core, 5.0)
     assert [new.request_id for new in output.new_requests] == ["a", "b", "late", "new"], "by arrival"
-    assert [(c.start, c.length) for c in output.chunks][:2] == [(11, 1), (10, 1)], "nothing of them is computed again"
+    assert [(c.start, c.length) for c in output.chunks][:2] == [(11, 1), (10, 1)], "no token is computed again"
     while core.has_requests:
         step(core, 6.0)
     assert report_stats(core.state).units_owned == 0 and report_stats(core.state).units_total == 60

@@ -5,11 +5,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from native_build import emulating_library, library_of, native_library
+from support.fuzz import fuzz
+from support.tables import for_each
 from test_native_model import Bench, in_turn, load
-from test_native_ops import native_of, random, run_linear
+from test_native_ops import emulation, native_of, random, run_linear
 from test_runner import reference_logits
 from tiny_models import FAMILY_CASES, model_folder
 from torch import Tensor
@@ -41,8 +43,15 @@ KINDS = [
 ]
 
 
-def native_with(level: Level, dtype: torch.dtype, kind: Int8) -> Native:
-    """Where the processor has no such products, from a library that emulates them."""
+def is_here(level: Level, kind: Int8) -> bool:
+    """Return whether this processor has the level and the products."""
+    return level in native_library().levels() and native_library().int8(level) >= kind
+
+
+def native_with(level: Level, dtype: torch.dtype, kind: Int8, emulated: bool) -> Native:
+    """Return kernels of this processor or of a library that emulates such products; skip the others."""
+    if emulated is is_here(level, kind):
+        pytest.skip("not of this processor" if not emulated else "of this processor")
     native = native_of(level, dtype)
     if native.library.int8(level) >= kind:
         return native
@@ -84,12 +93,13 @@ def test_a_part_of_the_outputs_is_that_part() -> None:
 SIZES = [(1, 64, 96), (2, 31, 40), (5, 100, 32), (13, 7, 33), (33, 200, 130), (50, 64, 1536)]
 
 
-@pytest.mark.parametrize(("level", "dtype", "kind"), KINDS)
+@emulation
+@for_each(("level", "dtype", "kind"), KINDS)
 @pytest.mark.parametrize(("rows", "n", "k"), SIZES)
 def test_products_are_those_of_the_twin_to_the_last_bit(
-    level: Level, dtype: torch.dtype, kind: Int8, rows: int, n: int, k: int
+    emulated: bool, level: Level, dtype: torch.dtype, kind: Int8, rows: int, n: int, k: int
 ) -> None:
-    native = native_with(level, dtype, kind)
+    native = native_with(level, dtype, kind, emulated)
     weight, x = random(n, k, seed=1, dtype=dtype), random(rows, k, dtype=dtype)
     x[0] *= 40.0
     integers = quantize_weight(weight)
@@ -100,11 +110,12 @@ def test_products_are_those_of_the_twin_to_the_last_bit(
     torch.testing.assert_close(layer(x), twin(x), rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
-@pytest.mark.parametrize(("level", "dtype", "kind"), KINDS)
+@emulation
+@for_each(("level", "dtype", "kind"), KINDS)
 @pytest.mark.parametrize("k", [4096, 65536])
-def test_the_largest_sums_do_not_overflow(level: Level, dtype: torch.dtype, kind: Int8, k: int) -> None:
+def test_the_largest_sums_do_not_overflow(emulated: bool, level: Level, dtype: torch.dtype, kind: Int8, k: int) -> None:
     """Everything at the ends of the range, where pairs of products in 16 bits would saturate."""
-    native = native_with(level, dtype, kind)
+    native = native_with(level, dtype, kind, emulated)
     values = torch.full((40, k), 127, dtype=torch.int8)
     values[1], values[2, ::2] = -127, -127
     layer = NativeInt8(native, (values, torch.full((40,), 2.0**-7)), None, dtype, kind=kind)
@@ -113,10 +124,11 @@ def test_the_largest_sums_do_not_overflow(level: Level, dtype: torch.dtype, kind
     assert torch.equal(layer(x), QuantizedLinear(values, torch.full((40,), 2.0**-7), None, dtype)(x))
 
 
-@pytest.mark.parametrize(("level", "dtype", "kind"), KINDS)
+@emulation
+@for_each(("level", "dtype", "kind"), KINDS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_swiglu(level: Level, dtype: torch.dtype, kind: Int8, bias: bool) -> None:
-    native = native_with(level, dtype, kind)
+def test_swiglu(emulated: bool, level: Level, dtype: torch.dtype, kind: Int8, bias: bool) -> None:
+    native = native_with(level, dtype, kind, emulated)
     weight, x = random(80, 64, seed=1, dtype=dtype) / 4, random(17, 64, dtype=dtype)
     integers, biases = quantize_weight(weight), random(80, seed=2, dtype=dtype) if bias else None
     layer = NativeInt8(native, integers, biases, dtype, True, kind)
@@ -137,16 +149,18 @@ def test_packed_integers_can_be_had_back(gated: bool) -> None:
     assert torch.equal(dense, (integers[0].float() * integers[1][:, None])[3:])
 
 
-@pytest.mark.parametrize(("level", "dtype", "kind"), KINDS)
-@settings(max_examples=12, deadline=None)
+@emulation
+@pytest.mark.cpu_limit(5)
+@fuzz(96)
 @given(st.data())
-def test_products_of_four_bits_are_those_of_the_twin(
-    level: Level, dtype: torch.dtype, kind: Int8, data: st.DataObject
-) -> None:
+def test_products_of_four_bits_are_those_of_the_twin(emulated: bool, data: st.DataObject) -> None:
     """Of any shape, in groups of 32, 64 and 128 with zero points; a packed weight can be unpacked."""
+    if not (kinds := [(level, dtype, kind) for level, dtype, kind in KINDS if is_here(level, kind) is not emulated]):
+        pytest.skip("this processor has all of the products")
+    level, dtype, kind = data.draw(st.sampled_from(kinds))
     group, gated = data.draw(st.sampled_from((32, 64, 128))), data.draw(st.booleans())
     rows, n, count = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 50)), data.draw(st.integers(1, 9))
-    native, bias = native_with(level, dtype, kind), random(2 * n, seed=2, dtype=dtype)
+    native, bias = native_with(level, dtype, kind, emulated), random(2 * n, seed=2, dtype=dtype)
     generator = torch.Generator().manual_seed(rows)
     values, zeros = (
         torch.randint(0, top, (2 * n, size), generator=generator, dtype=torch.uint8)
@@ -165,11 +179,12 @@ def test_products_of_four_bits_are_those_of_the_twin(
     assert torch.equal(layer.outputs_from(first)(x), layer(x)[:, first:])
 
 
-@pytest.mark.parametrize("kind", Int8)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_not_finite_stays_in_its_row(kind: Int8, bad: float, bits: int) -> None:
-    native, weight = native_with(Level.AVX2, BF16, kind), random(50, 64, dtype=BF16)
+@emulation
+@for_each("kind", Int8)
+@for_each("bad", [math.nan, math.inf])
+@for_each("bits", [4, 8])
+def test_what_is_not_finite_stays_in_its_row(emulated: bool, kind: Int8, bad: float, bits: int) -> None:
+    native, weight = native_with(Level.AVX2, BF16, kind, emulated), random(50, 64, dtype=BF16)
     layer = NativeInt8(native, quantize_weight(weight), None, BF16, kind=kind)
     if bits == 4:
         layer = NativeInt4(native, pack_weight(weight), None, kind=kind)

@@ -74,7 +74,7 @@ class Bench:
         self.model = NativeModel(native, spec, weights, self.pool, self.rows, max_model_len)
 
     def step(self, *chunks: tuple[int, int, int], logits: bool = True) -> Sampled:
-        """Chunks (row, start, length), all of which sample."""
+        """Chunks (row, start, length); each samples."""
         told = np.array([(*chunk, 1) for chunk in chunks], dtype=np.int64)
         result = self.model.run(told, logits=logits)
         kept = None if result.logits is None else result.logits.clone()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from native_build import library_file, library_of, native_library
+from support.tables import for_each
 from torch import Tensor
 from torch.nn import functional
 
@@ -43,7 +44,14 @@ def team_of(library: Library) -> Team:
     return Team(library, 2)
 
 
-def native_of(level: Level, dtype: torch.dtype) -> Native:
+emulation = pytest.mark.parametrize("emulated", [False, pytest.param(True, marks=pytest.mark.slow)])
+"""Levels of this processor, and the others, for which a library with emulated instructions is built."""
+
+
+def native_of(level: Level, dtype: torch.dtype, emulated: bool | None = None) -> Native:
+    """Return kernels of a level; skip if `emulated` is given and the processor has the level or lacks it."""
+    if emulated is not None and emulated is (level in native_library().levels()):
+        pytest.skip("not a level of this processor" if not emulated else "a level of this processor")
     library = library_of(level)
     native = Native(library, level, team_of(library))
     assert native.level_for(dtype) == level
@@ -64,10 +72,11 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, steps: float = 2
 # ---- linear layers
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 64, 96), (2, 31, 40), (5, 100, 32), (13, 7, 33), (33, 200, 130)])
-def test_linear(level: Level, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
-    native = native_of(level, dtype)
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+@for_each(("rows", "n", "k"), [(1, 64, 96), (2, 31, 40), (5, 100, 32), (13, 7, 33), (33, 200, 130)])
+def test_linear(emulated: bool, level: Level, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+    native = native_of(level, dtype, emulated)
     x, weight, bias = random(rows, k, dtype=dtype), random(n, k, seed=1, dtype=dtype), random(n, seed=2, dtype=dtype)
     for each in (None, bias):
         layer = NativeLinear(native, weight, each)
@@ -98,14 +107,11 @@ ACTIVATIONS: dict[Epilogue, Callable[[Tensor], Tensor]] = {
     Epilogue.GELU: functional.gelu,
     Epilogue.GELU_TANH: gelu_tanh,
     Epilogue.RELU: torch.relu,
-    Epilogue.RELU2: lambda x: torch.relu(x).square(),
 }
 
 
-def run_linear(
-    native: Native, layer: NativeLinear, x: Tensor, epilogue: Epilogue, gates: Tensor | None = None
-) -> Tensor:
-    """The layer with an epilogue, as an operation of the library; `gates` lie where its outputs go."""
+def run_linear(native: Native, layer: NativeLinear, x: Tensor, epilogue: Epilogue) -> Tensor:
+    """Run the layer with an epilogue as an operation of the library."""
     level = native.level_for(layer.dtype)
     op = layer.op(epilogue)
     rows = torch.zeros(rows_for(len(x)), op.in_stride, dtype=activation_dtype(level))
@@ -113,28 +119,28 @@ def run_linear(
     width = layer.out_features // 2 if epilogue.gates else layer.out_features
     out = torch.zeros(len(x), op.out_stride, dtype=activation_dtype(level))
     op.input, op.out = rows.data_ptr(), out.data_ptr()
-    if gates is not None:
-        out[:, :width], op.other = gates, op.out
     native.library.linear(level, layer.dtype, op, len(x), native.team)
     assert not bool(out[:, width:].any()), "padding was written"
     return out[:, :width]
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("epilogue", ACTIVATIONS, ids=lambda epilogue: epilogue.name)
-def test_activations(level: Level, dtype: torch.dtype, epilogue: Epilogue) -> None:
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+@for_each("epilogue", ACTIVATIONS)
+def test_activations(emulated: bool, level: Level, dtype: torch.dtype, epilogue: Epilogue) -> None:
     """Over all magnitudes: the outputs of an identity are -30 .. 30, and the ends of exp."""
-    native = native_of(level, dtype)
+    native = native_of(level, dtype, emulated)
     x = torch.cat((torch.linspace(-30, 30, 90), torch.tensor([-100.0, 100, 0, -0.0, 1e-6, -1e-6]))).to(dtype)[:, None]
     layer = NativeLinear(native, torch.ones(17, 1, dtype=dtype), None)
     expected = ACTIVATIONS[epilogue](x.double()).expand(-1, 17)
     close(run_linear(native, layer, x, epilogue), expected, dtype, scale=0.05)
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(("rows", "inner", "bias"), [(1, 88, False), (7, 40, True), (40, 17, True)])
-def test_swiglu(level: Level, dtype: torch.dtype, rows: int, inner: int, bias: bool) -> None:
-    native = native_of(level, dtype)
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+@for_each(("rows", "inner", "bias"), [(1, 88, False), (7, 40, True), (40, 17, True)])
+def test_swiglu(emulated: bool, level: Level, dtype: torch.dtype, rows: int, inner: int, bias: bool) -> None:
+    native = native_of(level, dtype, emulated)
     weight, x = random(2 * inner, 64, seed=1, dtype=dtype) / 4, random(rows, 64, dtype=dtype)
     biases = random(2 * inner, seed=2, dtype=dtype) if bias else None
     layer = NativeLinear(native, weight, biases, gated=True)
@@ -145,54 +151,11 @@ def test_swiglu(level: Level, dtype: torch.dtype, rows: int, inner: int, bias: b
     close(layer(x), expected, dtype, scale=4.0)
 
 
-GATES = {
-    Epilogue.TIMES_SILU: functional.silu,
-    Epilogue.TIMES_GELU: functional.gelu,
-    Epilogue.TIMES_GELU_TANH: gelu_tanh,
-}
-
-
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(("rows", "inner"), [(1, 88), (7, 40), (40, 17)])
-@pytest.mark.parametrize("epilogue", GATES, ids=lambda epilogue: epilogue.name)
-def test_outputs_times_an_activated_gate(
-    level: Level, dtype: torch.dtype, rows: int, inner: int, epilogue: Epilogue
-) -> None:
-    native = native_of(level, dtype)
-    x, weight, bias = (
-        random(*shape, seed=n, dtype=dtype) for n, shape in enumerate(((rows, 64), (inner, 64), (inner,)))
-    )
-    gates, layer = random(rows, inner, seed=3, dtype=dtype), NativeLinear(native, weight / 4, bias)
-    expected = GATES[epilogue](gates.double()) * functional.linear(x.double(), (weight / 4).double(), bias.double())
-    close(run_linear(native, layer, x, epilogue, gates), expected, dtype, steps=8, scale=4.0)
-
-
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize(("rows", "inner"), [(1, 200), (7, 40), (40, 1000)])
-def test_a_gate_and_what_it_gates_run_as_one(level: Level, dtype: torch.dtype, rows: int, inner: int) -> None:
-    """By two threads, and in parts: the same to the last bit as the two layers one after the other."""
-    native = native_of(level, dtype)
-    kind, x = activation_dtype(level), random(rows, 64, dtype=dtype)
-    layers = [NativeLinear(native, random(inner, 64, seed=n, dtype=dtype) / 4, None) for n in (1, 2)]
-    given = torch.zeros(rows_for(rows), stride_of(64), dtype=kind)
-    given[:rows, :64] = x
-    outs = [torch.zeros(rows_for(rows), stride_of(inner), dtype=kind) for _ in range(3)]
-    gates = run_linear(native, layers[0], x, Epilogue.PLAIN)
-    expected = run_linear(native, layers[1], x, Epilogue.TIMES_SILU, gates)
-    for out, parts in zip(outs, ([(0, 2)], [(0, 1), (1, 2)], [(0, 2)]), strict=True):
-        ops = [layer.op(each) for layer, each in zip(layers, (Epilogue.PLAIN, Epilogue.TIMES_SILU), strict=True)]
-        for op in ops:
-            op.input, op.out = given.data_ptr(), out.data_ptr()
-        ops[1].other = out.data_ptr()
-        run_ops(native, dtype, ops, rows, parts=parts, max_positions=40)
-        assert torch.equal(out[:rows, :inner], expected)
-        assert not bool(out[:, inner:].any()), "padding was written"
-
-
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_logits_are_capped(level: Level, dtype: torch.dtype, softcap: float) -> None:
-    native, kind = native_of(level, dtype), activation_dtype(level)
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+@for_each("softcap", [0.0, 3.0])
+def test_logits_are_capped(emulated: bool, level: Level, dtype: torch.dtype, softcap: float) -> None:
+    native, kind = native_of(level, dtype, emulated), activation_dtype(level)
     x, weight = random(1, 64, dtype=dtype), random(70, 64, seed=1, dtype=dtype) / 4
     layer = NativeLinear(native, weight, None)
     given = torch.zeros(rows_for(1), stride_of(64), dtype=kind)
@@ -333,12 +296,13 @@ ATTENTION: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@emulation
+@for_each(("level", "dtype"), LEVELS)
 @pytest.mark.parametrize("case", ATTENTION)
-def test_attention(level: Level, dtype: torch.dtype, case: dict[str, Any]) -> None:
+def test_attention(emulated: bool, level: Level, dtype: torch.dtype, case: dict[str, Any]) -> None:
     chunks = [(90, 1), (0, 50), (5, 4), (1500, 1), (1100, 3), (200, 150), (0, 1)]
     usual = {"chunks": chunks, "heads": 6, "kv_heads": 2, "dim": 64, "block": 16}
-    actual, expected = run_attention(native_of(level, dtype), dtype, **usual | case)
+    actual, expected = run_attention(native_of(level, dtype, emulated), dtype, **usual | case)
     close(actual, expected, dtype, steps=4, scale=0.5)
     if case.get("sinks") is SINKS:
         assert not bool(actual.view(-1, 6, 64)[:, 5].any()), "all of the weight lies on the sink"
@@ -381,88 +345,75 @@ def run_ops(
     return pool.view(2, room, shape.cell)
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("scale", [0.0, 0.22])
-@pytest.mark.parametrize("normed", [False, True])
-def test_a_scaled_addition_with_a_norm_and_alone(level: Level, dtype: torch.dtype, scale: float, normed: bool) -> None:
-    native, kind = native_of(level, dtype), activation_dtype(level)
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+def test_an_addition_with_a_norm(emulated: bool, level: Level, dtype: torch.dtype) -> None:
+    native, kind = native_of(level, dtype, emulated), activation_dtype(level)
     x, delta, weight = random(5, 40, dtype=dtype), random(5, 40, seed=1, dtype=dtype), random(40, seed=2)
     rows, addend, out = x.to(kind, copy=True), delta.to(kind), torch.full((5, 40), 7.0, dtype=kind)
     op = Op(kind=Kind.NORM, k=40, in_stride=40, out_stride=40, input=addend.data_ptr(), residual=rows.data_ptr())
-    op.scale, op.eps = scale, 1e-5
-    if normed:
-        op.out, op.weight = out.data_ptr(), weight.data_ptr()
+    op.out, op.weight, op.eps = out.data_ptr(), weight.data_ptr(), 1e-5
     run_ops(native, dtype, [op], 5)
-    total = x.double() + delta.double() * (scale or 1.0)
+    total = x.double() + delta.double()
     close(rows, total, dtype)
-    expected = functional.rms_norm(total, (40,), weight.double(), 1e-5) if normed else torch.full((5, 40), 7.0)
-    close(out, expected.double(), dtype, steps=4, scale=4.0)
+    close(out, functional.rms_norm(total, (40,), weight.double(), 1e-5), dtype, steps=4, scale=4.0)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first r elements of each head of x [T, heads, d]; cos, sin [T, r / 2]."""
     part, rest = x.tensor_split([2 * cos.shape[1]], dim=-1)
-    first, second = (part[..., ::2], part[..., 1::2]) if pairs else part.chunk(2, dim=-1)
+    first, second = part.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    turned = first * cos - second * sin, second * cos + first * sin
-    joined = torch.stack(turned, dim=-1).flatten(-2) if pairs else torch.cat(turned, dim=-1)
-    return torch.cat((joined, rest), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("pairs", [None, False, True], ids=["not", "halves", "pairs"])
-@pytest.mark.parametrize("rotary_dim", [4, 40, 44])
-def test_keys_are_written_turned_or_as_they_are(
-    level: Level, dtype: torch.dtype, pairs: bool | None, rotary_dim: int
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+@for_each("turned", [False, True])
+@for_each("rotary_dim", [4, 40, 44])
+def test_keys_are_written_rotated_or_unchanged(
+    emulated: bool, level: Level, dtype: torch.dtype, turned: bool, rotary_dim: int
 ) -> None:
-    """Of heads of 44 elements some or all are turned."""
-    native, kind, width = native_of(level, dtype), activation_dtype(level), 4 * 44
+    """Rotate some or all of the 44 elements of a head."""
+    native, kind, width = native_of(level, dtype, emulated), activation_dtype(level), 4 * 44
     qkv, angles = random(5, width, dtype=dtype), random(5, rotary_dim, seed=1, dtype=dtype).float()
     rows, frequencies = qkv.to(kind, copy=True), torch.zeros(rotary_dim // 2)
     op = Op(kind=Kind.ROPE_KV, out=rows.data_ptr(), out_stride=width)
-    if pairs is not None:
-        op.input, op.n = angles.data_ptr(), int(pairs)
+    if turned:
+        op.input = angles.data_ptr()
     changes = {"rotary_dim": rotary_dim, "inverse_frequencies": frequencies.data_ptr(), "rotary_scaling": 1.0}
     k, v = run_ops(native, dtype, [op], 5, head_dim=44, value_dim=44, cell=44, **changes)
     heads, (cos, sin) = qkv.to(torch.float64, copy=True).view(5, 4, 44), angles.double().chunk(2, dim=-1)
-    if pairs is not None:
-        heads[:, :3] = rotated(heads[:, :3], cos, sin, pairs=pairs)
+    if turned:
+        heads[:, :3] = rotated(heads[:, :3], cos, sin)
     close(rows.view(5, 4, 44), heads, dtype, scale=4.0)
     close(k[:5], heads[:, 2], dtype, scale=4.0)
     assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
 
 
-@pytest.mark.parametrize(("level", "dtype"), LEVELS)
-@pytest.mark.parametrize("pairs", [False, True], ids=["halves", "pairs"])
-@pytest.mark.parametrize("behind", [False, True], ids=["in front", "behind"])
-def test_heads_are_normed_before_or_after_they_are_turned(
-    level: Level, dtype: torch.dtype, pairs: bool, behind: bool
-) -> None:
-    native, kind, width = native_of(level, dtype), activation_dtype(level), 4 * 44
+@emulation
+@for_each(("level", "dtype"), LEVELS)
+def test_heads_are_normed_before_they_are_rotated(emulated: bool, level: Level, dtype: torch.dtype) -> None:
+    native, kind, width = native_of(level, dtype, emulated), activation_dtype(level), 4 * 44
     qkv, angles, weight = (
         random(5, width, dtype=dtype),
         random(5, 40, seed=1, dtype=dtype).float(),
         random(3, 44, seed=2),
     )
     rows, frequencies = qkv.to(kind, copy=True), torch.zeros(20)
-    op = Op(kind=Kind.ROPE_KV, out=rows.data_ptr(), out_stride=width, input=angles.data_ptr(), n=pairs + 2 * behind)
+    op = Op(kind=Kind.ROPE_KV, out=rows.data_ptr(), out_stride=width, input=angles.data_ptr())
     op.weight, op.eps = weight.data_ptr(), 1e-5
     changes = {"rotary_dim": 40, "inverse_frequencies": frequencies.data_ptr(), "rotary_scaling": 1.0}
     k, v = run_ops(native, dtype, [op], 5, head_dim=44, value_dim=44, cell=44, **changes)
     heads, (cos, sin) = qkv.double().view(5, 4, 44), angles.double().chunk(2, dim=-1)
-    steps: list[Callable[[Tensor], Tensor]] = [
-        lambda x: functional.rms_norm(x, (44,), None, 1e-5) * weight.double(),
-        lambda x: rotated(x, cos, sin, pairs=pairs),
-    ]
-    expected = heads[:, :3]
-    for step in reversed(steps) if behind else steps:
-        expected = step(expected)
+    normed = functional.rms_norm(heads[:, :3], (44,), None, 1e-5) * weight.double()
+    expected = rotated(normed, cos, sin)
     close(rows.view(5, 4, 44)[:, :3], expected, dtype, steps=6, scale=4.0)
     close(k[:5], expected[:, 2], dtype, steps=6, scale=4.0)
     assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def tiny_shape(**changes: object) -> TapeShape:
@@ -475,7 +426,7 @@ def tiny_shape(**changes: object) -> TapeShape:
     return TapeShape(**(values | changes))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "named"),
     [
         ({"heads": 3, "kv_heads": 2}, "multiple"),
@@ -495,7 +446,7 @@ def test_a_wrong_shape_is_refused_by_name(changes: dict[str, object], named: str
         Tape(native_library(), tiny_shape(**changes), [Op(kind=Kind.BEST)])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("op", "named"),
     [
         (Op(kind=77), "unknown"),
@@ -508,9 +459,7 @@ def test_a_wrong_shape_is_refused_by_name(changes: dict[str, object], named: str
         (Op(kind=Kind.LINEAR, epilogue=Epilogue.GEGLU, n=8, k=8, in_stride=32), "packed in halves"),
         (Op(kind=Kind.EMBED), "embedding"),
         (Op(kind=Kind.NORM, k=8), "norm"),
-        (Op(kind=Kind.NORM, k=8, in_stride=8, residual=1), "neither a weight nor an addition"),
         (Op(kind=Kind.NORM, k=8, in_stride=8, residual=1, weight=1), "norm: out"),
-        (Op(kind=Kind.LINEAR, epilogue=Epilogue.TIMES_SILU, n=8, k=8, in_stride=32), "nothing to activate"),
         (Op(kind=Kind.QUANTIZE), "integers"),
         (Op(kind=Kind.QUANTIZE, int8=1, k=8, in_stride=8), "integers"),
         (Op(kind=Kind.LINEAR, int8=1, n=8, k=8, in_stride=32), "scales"),
@@ -525,7 +474,7 @@ def test_a_wrong_operation_is_refused_by_name(op: Op, named: str) -> None:
         Tape(native_library(), tiny_shape(), [op])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("chunk", "change", "named"),
     [
         ((2, 0, 1, 1), None, "chunk"),

@@ -14,9 +14,9 @@ from engine.limits import SchedulerConfig
 from engine.loop.planner import Planner
 from engine.scheduling.moving import Moves
 from engine.scheduling.objective import OfflineAllowance, StepObjective
+from engine.scheduling.offline import OfflinePlan, PlannedChunk, whole
 from engine.scheduling.output import ModelRunnerOutput
-from engine.scheduling.planner import OfflinePlan, PlannedChunk, whole
-from engine.scheduling.results import TOLD_TOGETHER
+from engine.scheduling.results import EMITTED_TOGETHER
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 
@@ -101,7 +101,7 @@ def test_tokens_that_wait_for_the_whole_answer_are_told_together_and_none_twice(
     told, outputs = answers(final_only=True)
     each_by_itself, _ = answers(final_only=False)
     assert told == each_by_itself and len(told["whole"]) == outputs["online"] == 100
-    assert outputs["whole"] == 1 + 98 // TOLD_TOGETHER + 1 and outputs["stopped"] <= 5 >= outputs["aborted"]
+    assert outputs["whole"] == 1 + 98 // EMITTED_TOGETHER + 1 and outputs["stopped"] <= 5 >= outputs["aborted"]
 
 
 def test_what_was_not_told_moves_with_its_request() -> None:

@@ -8,14 +8,14 @@ from itertools import pairwise
 import hypothesis.strategies as st
 import pytest
 from driver import make_request
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.fuzz import machine_test
 
 from engine.api import EngineRequest, RequestTimes
 from engine.cache.blocks import extend_hashes
 from engine.request import Request, RequestStatus
-from engine.scheduling.job_queue import PrefixTree
-from engine.scheduling.offline_queue import OfflineQueue
+from engine.scheduling.queues import OfflineQueue, PrefixTree
 
 BLOCK = 2
 
@@ -114,8 +114,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert set(walked) == set(self.filed)
 
 
-TestTreeMachine = TreeMachine.TestCase
-TestTreeMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTreeMachine = machine_test(TreeMachine, 60, 40)
 
 
 def make_queue(policy: str, count: int = 40, utility: float = 0.75) -> tuple[OfflineQueue, list[Request]]:

@@ -349,7 +349,7 @@ def test_some_layers_stay_among_those_that_stream(
 
 @pytest.mark.parametrize("kind", ["torch", "native"])
 def test_a_failed_read_is_one_failed_step(kind: str) -> None:
-    """Its requests go back to what was confirmed; every token is that of a model in memory."""
+    """Its requests go back to the confirmed tokens; every token is that of a model in memory."""
     spec = spec_from_config(llama_config(num_hidden_layers=5))
     transport = FakeTransport(plan_for(spec, kind, 4).layer_bytes)
     failures = deque([3, 1, 2, 0])

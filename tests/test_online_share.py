@@ -8,16 +8,15 @@ import pytest
 from test_laxity import MODEL, OBJECTIVE
 
 import engine.scheduling.admission
-import engine.scheduling.prompts
-import engine.scheduling.tenants
+import engine.scheduling.step
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.errors import QueueFullError
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import Request
-from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
+from loadgen.simulation.policies import find_policy
 
 AMPLE, SHORT = 2 * 8000, 2 * 300
 CONFIG = SchedulerConfig(AMPLE, 4096, max_num_waiting=2000, max_queue_time=UNLIMITED_QUEUE)
@@ -59,7 +58,7 @@ def test_a_thousand_waiting_chats_of_one_tenant_are_not_in_the_way_of_another(po
 
 @pytest.mark.parametrize(("policy", "units"), [("goodput", AMPLE), ("goodput", SHORT), ("apt", SHORT), ("fcfs", AMPLE)])
 def test_long_answers_that_hold_every_row_are_not_in_the_way_of_another_tenant(policy: str, units: int) -> None:
-    """Nobody's answer ends for ten seconds; with few units memory is what they hold."""
+    """No answer ends for ten seconds; with few units memory is their share of the pool."""
     light = [Arrival(2.0 + 2.0 * index, chat(f"light{index}", 300, "light")) for index in range(3)]
     alone = [record.ttft for record in replay(make_core(policy, num_units=units, max_num_seqs=16), light).values()]
     crowd = [Arrival(0.0, chat(f"heavy{index}", 40, "heavy", output=900)) for index in range(24)]
@@ -145,9 +144,9 @@ def test_with_one_tenant_nothing_asks_for_its_share(monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:
         raise AssertionError("tenants are compared although there is only one")
 
-    for module in (engine.scheduling.prompts, engine.scheduling.admission):
+    for module in (engine.scheduling.step, engine.scheduling.admission):
         monkeypatch.setattr(module, "order_tenants", refuse)
-    monkeypatch.setattr(engine.scheduling.tenants, "by_tenant", refuse)
+    monkeypatch.setattr(engine.scheduling.admission, "by_tenant", refuse)
     records = replay(make_core(num_units=SHORT, max_queue_time="10x"), heavy(200))
     assert any(record.ended is not None for record in records.values())
 

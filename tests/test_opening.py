@@ -27,7 +27,7 @@ from fake_engine import MODEL
 from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
 
 from engine.errors import ConfigError
-from engine.process import supervisor
+from engine.process import launcher
 from engine.text.tokenizer import Tokenizer
 from gateway.commands.preflight import check_folder
 from gateway.store.folder import open_state
@@ -65,7 +65,7 @@ async def test_everything_in_the_folder_is_for_its_owner_alone(
         folder.disk.open_journal(folder.journal_path(batch.id)).close()
         (root / "files" / "unknown").touch(mode=0o600)
         await folder.recover()
-        supervisor._write(root / "engine.pid", "1\n")
+        launcher._write(root / "engine.pid", "1\n")
         assert {"tidemill.db", "tidemill.db-wal", "engine.pid", "lost+found", "lock"} <= {
             path.name for path in root.iterdir()
         }

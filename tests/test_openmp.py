@@ -1,4 +1,4 @@
-"""How OpenMP threads wait: what is decided, what is told, and that it is decided before torch is loaded."""
+"""How OpenMP threads wait: the decision, its report, and that both come before torch is loaded."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works outside the checkout."""
+"""The wheel: its contents, and that it works outside the checkout."""
 
 import os
 import platform
@@ -19,11 +19,12 @@ from engine import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "engine/execution/cpu/native/libtidemill_cpu.so"
-pytestmark = pytest.mark.timeout(900)  # the wheel takes a C++ compiler its time
+slow = pytest.mark.slow  # building a wheel compiles the kernels
+pytestmark = pytest.mark.timeout(900)
 
 
 def build(folder: Path, compiler: str, *without: str) -> tuple[Path, str]:
-    """Build a wheel from a copy of the sources in `folder`; return it and what the build said."""
+    """Build a wheel from a copy of the sources in `folder`; return it and the output of the build."""
     skipped = shutil.ignore_patterns(".*", "*.so", "*.egg-info", *without)
     top = {str(ROOT): {"build", "dist", "tests", "docs"}}  # `engine/build` is a package
     shutil.copytree(ROOT, folder / "tree", ignore=lambda path, names: skipped(path, names) | top.get(path, set()))
@@ -53,6 +54,7 @@ def test_each_dependency_has_a_floor_that_is_no_newer_than_what_is_here() -> Non
         assert Version(metadata.version(name)) >= Version(floor), name
 
 
+@slow
 def test_wheel_holds_the_packages_and_the_demo_model(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
@@ -64,6 +66,7 @@ def test_wheel_holds_the_packages_and_the_demo_model(wheel: Path) -> None:
     assert {"gateway/web/static/index.html", "gateway/web/static/app.js"} <= set(names)
 
 
+@slow
 def test_the_wheel_holds_the_native_kernels_where_a_compiler_is(wheel: Path) -> None:
     """For every Python of the platform: they know of none."""
     if shutil.which("g++") and platform.machine() == "x86_64":
@@ -72,12 +75,14 @@ def test_the_wheel_holds_the_native_kernels_where_a_compiler_is(wheel: Path) -> 
     assert wheel.name.startswith(f"tidemill-{__version__}-")
 
 
+@slow
 def test_without_a_compiler_the_wheel_is_built_and_says_what_it_lacks(tmp_path: Path) -> None:
     built, said = build(tmp_path, "/bin/false", "weights")
     assert "steps will run by torch" in said
     assert KERNELS not in zipfile.ZipFile(built).namelist()
 
 
+@slow
 def test_an_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     """A bare environment that sees this one's libraries but not the checkout."""
     venv.create(tmp_path / "env", with_pip=False)

@@ -1,4 +1,4 @@
-"""Parked pasts: which blocks of whom leave the device, in what mix, and that nobody waits for ever because of them."""
+"""Parked pasts: which blocks leave the device, in which mix, and that no request waits for ever."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -86,7 +86,7 @@ def test_only_what_is_needed_leaves_from_the_tail() -> None:
 
 
 def test_a_long_prompt_moves_what_its_first_chunk_needs() -> None:
-    """Of 32 units 8, half of which are free; all that it needs, and the reserve for others, could be moved."""
+    """Of 32 units 8, half free; all that it needs, and the reserve for others, could be moved."""
     shelf = Shelf(40, None)
     parked = shelf.park([KV] * 18, 70)
     spec = EngineRequest("long", tuple(range(200, 260)), SamplingParams(max_tokens=4), RequestClass.ONLINE)
@@ -274,7 +274,7 @@ def test_the_split_follows_the_measured_costs() -> None:
     config = Shelf(40, None).config
     slow, fast = host_split(SLOW_LINK, config, 0), host_split(FAST_LINK, config, 0)
     assert slow is not None and fast is not None
-    assert slow.act > slow.kv == 0, "the link is the bottleneck: what is half as large"
+    assert slow.act > slow.kv == 0, "the link is the bottleneck: a copy of half the size"
     assert fast.act == 0 < fast.kv, "the device is"
     assert host_split(None, config, 0) is None
     assert host_split(SLOW_LINK, Shelf(0, None).config, 0) is None

@@ -1,12 +1,12 @@
-"""A session goes on whatever its past holds: every item and block of the official clients' types is served."""
+"""A session goes on with any past items: every item and block of the official clients' types is served."""
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin
 
 import pytest
-from anthropic.types import ContentBlockParam, beta, tool_result_block_param
 from openai.types import chat
 from openai.types import responses as oai
 from pydantic import BaseModel
@@ -61,12 +61,22 @@ OUTPUT_PARTS = [sample(kind) for kind in members(oai.ResponseFunctionCallOutputI
 CHAT_MESSAGES = [sample(kind) for kind in members(chat.ChatCompletionMessageParam)]
 CHAT_PARTS = [sample(kind) for kind in members(chat.ChatCompletionContentPartParam)]
 CHAT_CALLS = [sample(kind) for kind in members(chat.ChatCompletionMessageToolCallUnionParam)]
-BLOCKS = [sample(kind) for union in (ContentBlockParam, beta.BetaContentBlockParam) for kind in members(union)]
-RESULTS = [
-    sample(kind)
-    for union in (tool_result_block_param.Content, beta.beta_tool_result_block_param.Content)
-    for kind in members(union)
-]
+
+
+@cache
+def blocks() -> list[Any]:
+    from anthropic.types import ContentBlockParam, beta
+
+    return [sample(kind) for union in (ContentBlockParam, beta.BetaContentBlockParam) for kind in members(union)]
+
+
+def results() -> list[Any]:
+    from anthropic.types import beta, tool_result_block_param
+
+    unions = (tool_result_block_param.Content, beta.beta_tool_result_block_param.Content)
+    return [sample(kind) for union in unions for kind in members(union)]
+
+
 DEEP = '{"a":' + "[" * 300 + "]" * 300 + "}"
 DEEP_LIST = json.loads(DEEP)
 SEEN: Any = {"role": "tool", "tool_call_id": "c1"}
@@ -101,9 +111,9 @@ def chat_pasts() -> Iterator[list[Any]]:
 
 
 def message_pasts() -> Iterator[list[Any]]:
-    for block in (*BLOCKS, FUTURE):
+    for block in (*blocks(), FUTURE):
         yield from ([HI, {"role": role, "content": [block]}, {"role": "assistant", "content": "x"}] for role in ROLES)
-    for block in (*RESULTS, FUTURE, NESTED, "text"):
+    for block in (*results(), FUTURE, NESTED, "text"):
         result = {"type": "tool_result", "tool_use_id": "c1", "content": [block]}
         yield [HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
         yield [HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result, PICTURE]}]
@@ -134,7 +144,7 @@ async def test_every_type_in_a_past_turn_is_served(tmp_path: Path) -> None:
             *(("/v1/messages", {"messages": [*past, HI], "max_tokens": 9}) for past in message_pasts()),
             *(("/v1/responses", {"input": [*past, HI]}) for past in response_pasts()),
         ]
-        assert len(ITEMS) > 30 and len(BLOCKS) > 35 and len(asked) > 250
+        assert len(ITEMS) > 30 and len(blocks()) > 35 and len(asked) > 250
         for path, body in asked:
             answer = await post(served, path, **body)
             assert answer.status_code == 200, (path, body, answer.text)

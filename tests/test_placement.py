@@ -14,7 +14,7 @@ from predictor.model import LatencyModel
 
 BLOCK = 16
 KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
-HELD = [kind for kind in CacheKind if kind.form.units]  # what a block can be allocated for
+HELD = [kind for kind in CacheKind if kind.form.units]  # the uses of a block
 
 
 def past(blocks: int, kind: CacheKind = KV, *, start: int = 0) -> PastRun:

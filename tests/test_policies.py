@@ -15,15 +15,12 @@ from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import (
     ONLINE_POLICIES,
     QueueContext,
-    find_policy,
-    fits_whole,
     larry,
     larry_score,
-    shortest_remaining,
-    shuffled,
 )
 from engine.virtual import Arrival, VirtualDriver
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
+from loadgen.simulation.policies import SIMULATED_POLICIES, find_policy, fits_whole, shortest_remaining, shuffled
 
 BLOCK = 16
 
@@ -157,7 +154,7 @@ def test_no_preempt_never_preempts_where_fcfs_does() -> None:
     assert preemptions["no-preempt"] == 0 < preemptions["fcfs"]
 
 
-@pytest.mark.parametrize("policy", list(ONLINE_POLICIES))
+@pytest.mark.parametrize("policy", [*ONLINE_POLICIES, *SIMULATED_POLICIES])
 def test_every_policy_finishes_everything_and_repeats_itself(policy: str) -> None:
     simulated = SimulatedDevice.named("qwen2.5-0.5b", "a100-40gb")
 

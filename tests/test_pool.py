@@ -1,4 +1,4 @@
-"""The block pool against a plain model: who holds what, what can be shared, what may be reused and when."""
+"""The block pool against a plain model: owners of blocks, sharing, and when a block may be reused."""
 
 from unittest import mock
 
@@ -6,16 +6,16 @@ import hypothesis.strategies as st
 import pytest
 from driver import Driver, make_request
 from fakes.runner import FakeRunner
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from integrity import check_pool
+from support.fuzz import machine_test
 
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier, extend_hashes
 from engine.cache.pool import BlockPool
 from engine.cache.tiers import Tiers
 from engine.limits import SchedulerConfig
 
-HELD = [kind for kind in CacheKind if kind.form.units]  # what a block can be allocated for
+HELD = [kind for kind in CacheKind if kind.form.units]  # the uses of a block
 
 
 @pytest.mark.parametrize("kind", HELD)
@@ -249,7 +249,5 @@ class PairedPoolMachine(PoolMachine):
     paired = True
 
 
-TestPoolMachine = PoolMachine.TestCase
-TestPairedPoolMachine = PairedPoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
-TestPairedPoolMachine.settings = TestPoolMachine.settings
+TestPoolMachine = machine_test(PoolMachine, 80, 50)
+TestPairedPoolMachine = machine_test(PairedPoolMachine, 80, 50)

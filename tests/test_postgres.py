@@ -40,7 +40,7 @@ from gateway.store.opening import Place, find_state
 from gateway.store.row_store import RowStore
 from gateway.store.schema import VERSION
 
-pytestmark = pytest.mark.postgres
+pytestmark = [pytest.mark.postgres, pytest.mark.slow]
 
 
 async def test_a_batch_survives_the_database(postgres: PostgresServer, tokenizer: Tokenizer, tmp_path: Path) -> None:

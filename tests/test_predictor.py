@@ -529,7 +529,7 @@ def test_the_margin_covers_the_quantile(quantile: float, low: int, high: int, mo
 
 @pytest.mark.parametrize("factor", [0.2, 0.5, 2.0, 5.0])
 def test_a_profile_of_another_hour_is_put_right_within_a_few_steps(factor: float) -> None:
-    """Until then admission refuses who could be served, or takes who cannot."""
+    """Until then admission refuses requests that could be served, or admits requests that cannot."""
     model, rng = online()
     run_steps(model, rng, 10, factor)
     assert model.scale == pytest.approx(factor, rel=0.05)

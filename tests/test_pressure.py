@@ -1,4 +1,4 @@
-"""Who is chosen when memory is short: the choice by columns against one request at a time, and its short cuts."""
+"""Requests to preempt when memory is short: the choice by columns against one request at a time, and its short cuts."""
 
 import math
 
@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.request import Request, RequestStatus
-from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.selection import (
     GRAIN,
+    Columns,
     Pressure,
     _in_reach,
     _savable,
     _transposed,
+    choose,
     goodput_values,
     pending_time,
     seconds_to_token,

@@ -1,4 +1,4 @@
-"""Clients and batches over HTTP while the engine process dies: nobody sees more than a pause."""
+"""Clients and batches over HTTP while the engine process dies: clients see no more than a pause."""
 
 import asyncio
 import os
@@ -20,8 +20,8 @@ from test_process import until_idle
 from engine.api import EngineState
 from engine.config import EngineConfig
 from engine.process.client import EngineProcess
-from engine.process.judge import RestartPolicy
 from engine.process.launcher import ProcessOptions
+from engine.process.requests import RestartPolicy
 from engine.text.tokenizer import Tokenizer
 
 CHILD = Path(__file__).parent / "scripted_child.py"

@@ -19,10 +19,9 @@ from engine.colocation.replay import metrics_of
 from engine.colocation.waits import ArrivalWaits, initial_budget, objective_of
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequestError, QueueFullError
-from engine.scheduling.laxity import prefill_pace
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.overdue import binds, overdue
-from engine.scheduling.planner import whole
+from engine.scheduling.offline import whole
+from engine.scheduling.urgency import binds, overdue, prefill_pace
 from engine.text.tokenizer import Tokenizer
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRun
 from gateway.commands import preflight

@@ -75,7 +75,7 @@ def test_sizes_come_first_and_only_what_is_served_is_fetched(
 def test_a_cut_connection_is_taken_up_where_it_broke(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 65536)
-    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [])  # pytest has closed what they write to
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [])  # pytest has closed their output
     hub.cut_after["model.safetensors"] = 700_000
     assert cli.main(["pull", NAME]) == 0
     assert (folder_of(tmp_path) / "model.safetensors").read_bytes() == WEIGHTS

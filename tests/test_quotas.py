@@ -16,8 +16,9 @@ import pytest
 from batch_tools import batch_server, client_of, eventually, jsonl, keys_of, line, submit, until, upload
 from fake_engine import MODEL, Served
 from fixtures import StartServer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.fuzz import fuzz, machine_test
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
@@ -143,11 +144,10 @@ class AdmissionsMachine(RuleBasedStateMachine):
         assert self.admissions._tenants.keys() == {tenant for tenant, places in self.places.items() if places}
 
 
-TestAdmissionsMachine = AdmissionsMachine.TestCase
-TestAdmissionsMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAdmissionsMachine = machine_test(AdmissionsMachine, 60, 40)
 
 
-@settings(deadline=None)
+@fuzz(100)
 @given(
     limit=st.integers(1, 30),
     wanted=st.lists(st.integers(1, 40), min_size=1, max_size=5),

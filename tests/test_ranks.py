@@ -47,8 +47,8 @@ from engine.models.checkpoint import load_weights
 from engine.models.sharding import Shard
 from engine.models.spec import load_spec
 from engine.process.client import EngineProcess
-from engine.process.judge import RestartPolicy
 from engine.process.launcher import ProcessOptions
+from engine.process.requests import RestartPolicy
 from engine.scheduling.output import SchedulerOutput
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def driver_of(config: EngineConfig) -> Iterator[Driver]:
 
 
 def generate(driver: Driver, prompts: list[list[int]]) -> dict[str, list[int]]:
-    """Every other request is sampled, with a seed; some repeat what they must not. Then come texts
+    """Every other request is sampled, with a seed; some repeat forbidden tokens. Then come texts
     whose vectors are wanted, for which a step computes all tokens to the end."""
     for index, prompt in enumerate(prompts):
         wishes = {"temperature": 1.0, "seed": index, "presence_penalty": index % 4 / 2} if index % 2 else {}
@@ -131,7 +131,7 @@ def test_two_processes_equal_one(kernels: str, case: str, options: dict[str, Any
         assert isinstance(driver.runner.device, NativeDevice) == (kernels == "auto")
     assert found == alone
     assert_vectors_equal(driver, one)
-    assert (CacheAction.SWAP_IN in moved) == ("swap_space" in options), "what was kept is in parts on both"
+    assert (CacheAction.SWAP_IN in moved) == ("swap_space" in options), "the kept blocks are in parts on both"
     for index in range(0, len(prompts), 2) if case == "llama-gqa2" else ():
         assert_equal_but_for_ties(case, prompts[index], found[str(index)])
 
@@ -271,7 +271,7 @@ def test_a_rank_that_fails_says_why() -> None:
         assert heard[0].startswith("rank 1: IndexError: index 99")
         again: list[str] = []
         runner.ranks.watch(again.append)
-        assert again == heard, "who asks late is told, too"
+        assert again == heard, "a late call is answered, too"
 
 
 # The start ------------------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_all_ranks_have_the_least_of_what_one_has() -> None:
 def test_the_plan_is_of_one_rank() -> None:
     whole, part = (build.plan_launch(config_of(ranks=ranks)) for ranks in (1, 2))
     assert part.whole == whole.spec and part.model == whole.model
-    layers = whole.spec.num_parameters - part.spec.num_parameters  # a half of them, but norms
+    layers = whole.spec.num_parameters - part.spec.num_parameters  # a half of the tensors, except norms
     assert whole.weight_bytes - part.weight_bytes == 4 * layers > whole.weight_bytes // 4
     assert build.profile_key(part) != build.profile_key(whole)
     assert build.profile_key(part).model.endswith(" on 2 ranks")

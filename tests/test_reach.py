@@ -27,11 +27,10 @@ from engine.core import EngineCore
 from engine.execution.lookahead import BatchPiece, cost, quickest
 from engine.limits import Limits, SchedulerConfig
 from engine.profiling.sweep import StepShape, run_sweep
-from engine.scheduling.laxity import PrefillPace
-from engine.scheduling.ledger import token_costs
-from engine.scheduling.objective import StepObjective
+from engine.scheduling.objective import StepObjective, token_costs
 from engine.scheduling.output import Chunk, SchedulerOutput
 from engine.scheduling.selection import seconds_to_token
+from engine.scheduling.urgency import PrefillPace
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from loadgen.simulation.device import profiled_device
 from loadgen.simulation.gpu import DEVICES, MODELS, SimulatedDevice, SimulatedRunner, fit_device
@@ -157,7 +156,7 @@ def test_a_profile_of_other_windows_is_another_profile(tmp_path: Path) -> None:
     profile = Profile(key, "2026-01-02T03:04:05Z", LAW, 0.01, 100)
     profile.save(path := tmp_path / key.filename())
     assert Profile.load(path, key) == profile
-    assert profiled_device(path, EngineConfig(max_model_len=512)).model.reach == LAW.reach, "what a simulation goes by"
+    assert profiled_device(path, EngineConfig(max_model_len=512)).model.reach == LAW.reach, "the input of a simulation"
     for other in (replace(key, windows=""), replace(key, windows="3x16")):
         assert other.filename() != key.filename()
         with pytest.raises(ProfileError, match="windows"):

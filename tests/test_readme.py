@@ -94,7 +94,7 @@ def test_every_command_of_the_readme_exists(tmp_path: Path) -> None:
             assert line == INSTALL or line.startswith(("tidemill ", "sudo apt install ")), line
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(1800)
 def test_the_first_block_works_where_the_system_manages_pip(tmp_path: Path) -> None:
     """As on Debian 12 (PEP 668): no virtual environment, and a `pip` that refuses. Needs a package registry."""

@@ -70,10 +70,10 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def make_driver(
     model: TransformersModel, depth: int = 0, num_blocks: int = 25, rows: int = 8, slots: int = 0, host: int = 0
 ) -> Driver:
-    """`slots` of checkpoints, and as many blocks as slots on the host."""
+    """`slots` of snapshots, and as many blocks as slots on the host."""
     config = SchedulerConfig(
         num_units=2 * num_blocks, max_model_len=96, block_size=BLOCK, max_num_seqs=rows, max_num_batched_tokens=24,
-        pipeline_depth=depth, enable_prefix_caching=slots > 0, state_slots=slots, checkpoint_tokens=2 * BLOCK,
+        pipeline_depth=depth, enable_prefix_caching=slots > 0, state_slots=slots, snapshot_tokens=2 * BLOCK,
         host_units=2 * host, host_state_slots=host,
     )  # fmt: skip
     device = TransformersDevice(
@@ -84,7 +84,7 @@ def make_driver(
 
 
 def resumed(driver: Driver) -> int:
-    """How many times a request started from a checkpoint."""
+    """How many times a request started from a snapshot."""
     return sum(new.state >= 0 for step in driver.steps for new in step.new_requests)
 
 
@@ -103,7 +103,7 @@ def test_tokens_equal_generate(case_of: Any, name: str, depth: int, slots: int) 
     driver.run()
     assert sum(driver.stats().preemptions.values()) > 0
     assert any({1} < {chunk.length for chunk in step.chunks} for step in driver.steps)
-    assert bool(resumed(driver)) == bool(slots)  # who was preempted
+    assert bool(resumed(driver)) == bool(slots)  # preempted requests
     assert [driver.outputs[str(index)] for index in range(len(case.prompts))] == case.answers
 
 
@@ -111,7 +111,7 @@ SLOTS = [*((name, 0, 40, 0) for name in GOES_ON), ("qwen3_next", 1, 5, 0), *((na
 
 
 @pytest.mark.parametrize(("name", "depth", "slots", "host"), SLOTS)
-def test_what_goes_on_from_a_checkpoint_equals_generate(
+def test_what_goes_on_from_a_snapshot_equals_generate(
     case_of: Any, name: str, depth: int, slots: int, host: int
 ) -> None:
     """Next turns, prompts with one beginning side by side, one aborted amidst them; few enough slots that some are
@@ -142,7 +142,7 @@ def test_what_goes_on_from_a_checkpoint_equals_generate(
     assert host or slots == 5 or driver.finals["turn 2"].num_cached_tokens == (len(first) + OUTPUT - 1) // BLOCK * BLOCK
 
 
-def test_layers_that_cannot_go_on_have_no_checkpoints(case_of: Any) -> None:
+def test_layers_that_cannot_go_on_have_no_snapshots(case_of: Any) -> None:
     limits = SchedulerConfig(num_units=8, max_model_len=16, block_size=BLOCK).limits
     assert TransformersDevice(case_of("jamba").model, limits, state_slots=9).state_slots == 0
 
@@ -308,7 +308,7 @@ def test_states_take_half_of_the_memory_at_most(case_of: Any, monkeypatch: pytes
     assert plan_launch(replace(config, max_num_seqs=8)).limits.max_num_seqs == 8
 
 
-def test_checkpoints_take_a_part_of_what_rows_leave(case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_take_a_part_of_what_rows_leave(case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model=str(case_of("qwen3_next").folder), device="cpu", max_num_seqs=8)
     each, rows = plan_launch(config).spec.state_bytes, 8
     for left, slots in ((40, 10), (15, 0)):

@@ -39,7 +39,7 @@ def step_of(rng: random.Random) -> BatchFeatures:
 
 
 def device(features: BatchFeatures, decodes: float = 1.0) -> float:
-    """Seconds of a step; `decodes`: what a decode costs, of what it cost when the sweep was made."""
+    """Seconds of a step; `decodes`: the cost of a decode, as a share of its cost during the sweep."""
     decode = 4e-5 * features.num_decodes + 2e-7 * features.decode_context_sum
     prompt = 6e-5 * features.prefill_token_sum + 3e-8 * features.attention_work
     return 2e-3 + decodes * decode + prompt
@@ -186,7 +186,7 @@ async def test_it_ends_with_the_server() -> None:
 
 
 def test_a_job_is_small_enough_to_be_written_at_once() -> None:
-    """Bounded whatever has run: the event loop writes it."""
+    """Bounded after any load: the event loop writes it."""
     keeper = keeper_after(1.0, steps=6000)
     job = refit, (keeper.model.model, tuple(SWEEP), keeper.model.recent_log())
     assert len(pickle.dumps(job)) < 1_000_000

@@ -13,7 +13,7 @@ from engine.api import EngineRequest, SamplingParams
 from engine.errors import EngineStepError
 from engine.forms import Grammar
 from engine.process import suspects
-from engine.process.judge import RestartPolicy
+from engine.process.requests import RestartPolicy
 from engine.process.suspects import LONE_DEATHS, REMEMBERED_SECONDS, SUSPECT_AFTER, Reputation, Suspicion
 
 __all__ = ["undisturbed"]

@@ -47,7 +47,7 @@ async def lines_of(path: Path, count: int) -> list[dict[str, Any]]:
     return read(path)
 
 
-# ---- what a line says
+# ---- contents of a line
 
 
 async def test_a_line_per_choice_that_ended(start_server: StartServer, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ async def test_the_stream_helper_and_the_whole_answer_agree(tmp_path: Path) -> N
             final = await stream.get_final_response()
         at_once = await client.responses.create(**ask(tools=TOOLS, service_tier="flex"))
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
-    streamed = final.to_dict(exclude_none=True)["output"]  # but for what its parsing adds
+    streamed = final.to_dict(exclude_none=True)["output"]  # but for the additions of its parsing
     assert without_ids(whole.to_dict(exclude_none=True)["output"]) == without_ids(streamed)
     assert final.output_text == whole.output_text == "Wait."
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"

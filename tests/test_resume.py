@@ -20,7 +20,7 @@ __all__ = ["undisturbed"]
 
 
 class Wire:
-    """In the place of the connection: what would be sent."""
+    """In the place of the connection: the requests to send."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

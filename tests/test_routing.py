@@ -28,7 +28,7 @@ def test_the_queue_counts_in_full_steps() -> None:
 
 
 def test_memory_that_lacks_is_waited_for_at_the_rate_at_which_running_requests_give_it_back() -> None:
-    """The prompt needs 100 / 8 = 12.5, so 13 units; with 27 queued ones 40, of which 30 lack: 240 tokens. Four requests
+    """The prompt needs 100 / 8 = 12.5, so 13 units; with 27 queued requests 40, and 30 lack: 240 tokens. Four requests
     with a mean input of 30 and a mean output of 10 give back 4 × (beta - 1) = 12 a step: 20 steps."""
     load = load_of(queued_units=27, running=4, available_units=10, num_units=100, mean_input=30.0, mean_output=10.0)
     assert sal_load(0, load, RoutedPrompt(100)) == pytest.approx(20.0)

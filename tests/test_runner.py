@@ -117,7 +117,7 @@ def solo(request: EngineRequest) -> list[int]:
 
 
 def crowd(rng: np.random.Generator, count: int, **sampling: object) -> list[EngineRequest]:
-    """Requests of many lengths; half of them share prefixes of several blocks."""
+    """Requests of many lengths; half share prefixes of several blocks."""
     prefixes = [rng.integers(0, POISON, 14).tolist() for _ in range(2)]
     requests = []
     for index in range(count):

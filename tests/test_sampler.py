@@ -80,7 +80,7 @@ def test_some_logits_of_minus_infinity_are_fine() -> None:
     assert run(logits, [GREEDY, params(seed=1)])[0] == [42, 42]
 
 
-# --- what is drawn -----------------------------------------------------------------------------------------------
+# --- draws -----------------------------------------------------------------------------------------------
 
 
 def reference_support(logits: np.ndarray, p: SamplingParams) -> np.ndarray:

@@ -15,6 +15,7 @@ import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tables import for_each
 from test_tools import FORMATS, Function, Parsing, take_apart
 
 import engine.models.demo
@@ -122,7 +123,7 @@ def test_listed_numbers_are_written_exactly_or_refused(numbers: list[str], place
         assert {*map(Decimal, found)} <= {*map(Decimal, numbers)}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "schema",
     [
         '{"const": 18446744073709551617}',
@@ -178,7 +179,7 @@ def test_objects_have_the_names_of_their_schema_only() -> None:
     assert all(set(value) == {"c"} for value in drawn({"properties": {}, "type": "object", "required": ["c"]}, 9))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "schema",
     [
         {"type": "object"},
@@ -249,7 +250,7 @@ REFS = {
 }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "apart"),
     [
         ([{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/N"}], True),
@@ -282,7 +283,7 @@ def test_overlapping_options_are_named() -> None:
         compiler().compile(grammar({"oneOf": [{"type": "integer"}, {"type": "number"}]}))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name",
     ["password", "path", "file-path", "binary", "byte", "json-string", "color", "phone", "multi-host-uri", "int64"],
 )
@@ -303,14 +304,14 @@ IDLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 """Schemas with keywords that admit every value."""
 
 
-@pytest.mark.parametrize(("schema", "idle"), IDLE)
+@for_each(("schema", "idle"), IDLE)
 def test_keywords_without_effect_are_ignored(schema: dict[str, Any], idle: dict[str, Any]) -> None:
     assert prepared(closed(v={**schema, **idle})) == prepared(closed(v=schema))
     for value in drawn(closed(v={**schema, **idle}), 3):
         jsonschema_rs.validator_for(closed(v=schema)).validate(value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "schema",
     [
         {"type": "array", "items": {"type": "null"}, "uniqueItems": True},
@@ -333,7 +334,7 @@ def test_decimals_of_pydantic_are_numbers() -> None:
         assert isinstance(value["price"], int | float)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("pattern", "looks"),
     [("(?!a)b", True), ("(?<=a)b", True), ("a(?<!x)", True), (r"\(?=", False), ("[(?=]", False), ("(?:a)", False)],
 )
@@ -349,7 +350,7 @@ def test_patterns_are_read_in_linear_time(pattern: str) -> None:
     assert len(prepared({"anyOf": options})["anyOf"]) == 2
 
 
-@pytest.mark.parametrize("name", ["uuid", "uuid4", "date", "ipv4"])
+@for_each("name", ["uuid", "uuid4", "date", "ipv4"])
 def test_formats_are_enforced(name: str) -> None:
     schema = {"type": "string", "format": name.removesuffix("4") if name == "uuid4" else name}
     for value in drawn({"type": "string", "format": name}, 5):

@@ -57,7 +57,7 @@ class Raw:
         return int(status.split()[1]), headers, body
 
     async def rest(self) -> bytes:
-        """What comes until the server closes."""
+        """Bytes until the server closes."""
         try:
             return await self.reader.read()
         except ConnectionError:
@@ -177,7 +177,7 @@ async def test_a_trailer_is_no_header(start_server: StartServer) -> None:
     assert (await exchange(served, head + key + body + b"x: y\r\n" * 500 + b"\r\n"))[0] in {200, 431}
 
 
-# --- whom it answers
+# --- hosts and origins
 
 
 async def ask(served: Served, *headers: str, version: str = "1.1") -> tuple[int, str]:
@@ -425,7 +425,7 @@ async def test_deadlines_end_with_the_request(start_server: StartServer) -> None
 
 
 async def test_a_reader_that_stalls_is_aborted(start_server: StartServer) -> None:
-    """What the kernel's buffers take is not much: the rest of the answer is never computed."""
+    """The kernel's buffers are small: the rest of the answer is never computed."""
     limits = ProtocolLimits(write_stall_seconds=0.1)
     served = await start_server("brown fox", limits=limits, max_model_len=10**6)
     fields = json.loads(CHAT) | {"stream": True, "ignore_eos": True, "max_tokens": 900_000}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tables import for_each
 
 from predictor.budget import BudgetParams
 from predictor.budget_search import SearchResult, protecting_rules, search_budget
@@ -15,7 +16,7 @@ from predictor.slo import ALLOWED, SLO, Objective, SLOError, nearest_rank
 # Parsing
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "limits", "tolerances"),
     [
         ("ttft_p99=1s,tbt_p99=100ms", {"ttft_p99": 1.0, "tbt_p99": 0.1}, {}),
@@ -35,7 +36,7 @@ def test_parse(text: str, limits: dict[str, float], tolerances: dict[str, float]
         assert slo.tolerances() == pytest.approx(tolerances)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "part", "reason"),
     [
         ("", "", "empty"),
@@ -71,7 +72,7 @@ def test_parse_errors_name_the_part_and_what_is_allowed(text: str, part: str, re
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "told"),
     [
         ("ttft_p99=1", "SLO 'ttft_p99=1': '1' has no unit; did you mean ttft_p99=1s or ttft_p99=1ms?"),
@@ -118,7 +119,7 @@ def test_nearest_rank_is_the_smallest_that_covers(values: list[int], percentile:
     assert found == min(covering)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "ttft", "gaps", "good"),
     [
         ("ttft_p99=1s,tbt_p99=100ms", 1.0, [0.1] * 5, True),
@@ -340,7 +341,7 @@ def test_rules_follow_the_metrics() -> None:
     assert protecting_rules(SLO((Objective("tbt", None, limit=1.0),))) == ("tbt_mean",)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "bad", [("x", 1.0, 1.0, 1.0), ("hygen", -1.0, 1.0, 1.0), ("hygen", 1.0, math.nan, 1.0), ("hygen", 1.0, 1.0, 0.0)]
 )
 def test_budget_params_are_checked(bad: tuple[str, float, float, float]) -> None:

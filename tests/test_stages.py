@@ -264,7 +264,7 @@ class Group:
         first.restore(UNITS)
         first.write_past(range(UNITS), self.kept[1], past)
         second.restore(UNITS)
-        self.drivers[1] = drive(second, UNITS)  # what it had cached is gone
+        self.drivers[1] = drive(second, UNITS)  # its cache is gone
 
 
 def units_held(driver: Driver, name: str) -> list[int]:
@@ -322,7 +322,7 @@ def test_dropped_weights_are_freed_and_come_back_the_same(kind: str) -> None:
     dropped = [weakref.ref(matrix) for layer in layers[2:] for matrix in matrices(layer)]
     runner.drop(range(2), 2 * UNITS)
     assert layers.held_bytes == whole - 2 * runner.layer_bytes and layers.absent == [2, 3]
-    assert kind == "cuda" or not any(ref() for ref in dropped), "somebody still holds a weight"
+    assert kind == "cuda" or not any(ref() for ref in dropped), "a reference still holds a weight"
     with pytest.raises(ValueError, match="are not loaded"):
         runner.drop(range(2, 4), UNITS)
     runner.restore(UNITS)

@@ -262,7 +262,7 @@ async def test_a_fault_of_the_database_is_a_fault_of_storage(
 
 
 async def test_what_is_written_to_a_deleted_database_is_refused_until_it_is_back(tmp_path: Path) -> None:
-    """SQLite would go on in a file without a name: a 200 for what is lost at the end."""
+    """SQLite would go on in a file without a name: a 200 for a file that is lost at the end."""
     place, away = tmp_path / "state", tmp_path / "away"
     place.mkdir()
     store = open_store(place / "s.db")

@@ -27,7 +27,7 @@ class Clocks:
     [
         (START - 60, 0, 60, START + 60),
         (START - 60, 3600, 60, START + 3660),  # within a day: followed at once
-        (START - 60, 31 * DAY, 60, START + 60),  # the newest time, and what has passed
+        (START - 60, 31 * DAY, 60, START + 60),  # the newest time, and the time that has passed
         (START - 60, 31 * DAY, GRACE_SECONDS + 1, START + 31 * DAY + GRACE_SECONDS + 1),
         (START - 60, -31 * DAY, 60, START - 31 * DAY + 60),
         (None, 0, 60, START + 60),

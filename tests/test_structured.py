@@ -1,4 +1,4 @@
-"""Structured output from a grammar to tokens: what is refused, what every backend draws, who waits for whom."""
+"""Structured output from a grammar to tokens: refusals, draws of every backend, and which requests wait for others."""
 
 import concurrent.futures
 import contextlib
@@ -17,7 +17,7 @@ from fakes.speculation import Oracle
 from native_build import native_library
 
 import engine.models.demo
-from benchmarks.structured_beside import HOSTILE
+from benchmarks.hostile import BESIDE_CHATS as HOSTILE
 from engine.api import FinishReason, RequestClass
 from engine.errors import InvalidRequestError
 from engine.execution import masks as masks_module
@@ -330,7 +330,7 @@ def test_choices_regexes_and_grammars() -> None:
 
 
 def test_logprobs_are_of_what_the_model_wanted() -> None:
-    """A mask changes what is chosen, not what is reported."""
+    """A mask changes the choice of tokens, not the reported logprobs."""
     driver = make_driver("torch")
     driver.add(ask("free", None, 1, logprobs=5, temperature=0.0))
     driver.run()
@@ -381,7 +381,7 @@ def test_the_sweep_measures_steps_with_masks(backend: str) -> None:
     assert driver.outputs == whole.outputs
 
 
-# Who waits for whom
+# Which requests wait for others
 
 
 class SlowGrammar:

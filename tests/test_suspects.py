@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine import flight
 from engine.api import SamplingParams
 from engine.flight import FlightRecorder
-from engine.process.judge import RestartPolicy
+from engine.process.requests import RestartPolicy
 from engine.process.suspects import HEAD_START, LONE_DEATHS, SUSPECT_AFTER, DeathVerdict, Suspects, at_least
 from engine.scheduling.output import Chunk, ModelRunnerOutput, NewRequest, SchedulerOutput
 
@@ -39,7 +39,7 @@ def test_the_recorder_says_what_ran_at_the_end() -> None:
     assert flight.in_flight(flight.read(memory)) == {"a": 9, "b": 4}, "both steps of a pipeline"
     recorder.completed(result(1), 3.0)
     recorder.completed(result(2), 3.0)
-    assert flight.in_flight(flight.read(memory)) == {"a": 9, "b": 4}, "the engine is busy with what it gave"
+    assert flight.in_flight(flight.read(memory)) == {"a": 9, "b": 4}, "the engine is busy with its output"
     recorder.launched(step(3, Chunk(1, 4, 4, True)), 4.0)
     assert flight.in_flight(flight.read(memory)) == {"b": 8}
     recorder.launched(step(4, Chunk(0, 9, 1, True)), 4.0)
@@ -171,7 +171,7 @@ class World:
         return self.now + self.dice.expovariate(self.rate) if self.rate else math.inf
 
     def passes(self, until: float) -> bool:
-        """Whether nobody kills the process before then."""
+        """Whether no request kills the process before then."""
         if self.next_kill >= until:
             self.now = until
             return True
@@ -191,7 +191,7 @@ class World:
         return [name for name in self.names if name not in self.ended]
 
     def run(self, seconds: float) -> None:
-        """One process after another, until nobody is left."""
+        """One process after another, until no request is left."""
         while self.open and self.now < seconds:
             while not self.passes(self.now + self.start):
                 self.die({})
@@ -245,7 +245,7 @@ def test_the_guilty_end_and_nobody_else(
     """However often processes are killed from outside as well: up to every second of steps that take a third of one."""
     world = World(seed, others, poisons, rate=rate, step=step, start=start, at=at, width=width)
     world.run(1e6)
-    assert not world.open, "nobody is tried for ever"
+    assert not world.open, "no request is tried for ever"
     assert {name for name, well in world.ended.items() if not well} == set(world.bad)
     bound = (9 if rate * step < 0.02 else 30) if poisons <= 1 else 40
     assert max((world.lone_deaths[name] for name in world.bad), default=0) <= bound

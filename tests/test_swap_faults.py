@@ -56,7 +56,7 @@ def solo(index: int) -> list[int]:
 def test_a_copy_that_fails_half_way_costs_its_step_alone(
     action: CacheAction, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No memory after half of the `failing`th batch of copies: nobody reads what may be half written."""
+    """No memory after half of the `failing`th batch of copies: no request reads a copy that may be half written."""
     name = "swap_in" if action is CacheAction.SWAP_IN else "swap_out"
     whole, batches = getattr(TorchDevice, name), []
 
@@ -103,7 +103,7 @@ def test_host_memory_is_locked_in_pieces_while_it_lives(monkeypatch: pytest.Monk
     begin = memory.units.data_ptr()
     assert begin % 4096 == 0 and calls == [(begin + piece * 8192, 8192, 0) for piece in range(4)], "not all of it"
     memory.lock(np.array([3, 21]))
-    assert calls[4:] == [(begin + 5 * 8192, 4096, 0)], "what a copy needs, at once"
+    assert calls[4:] == [(begin + 5 * 8192, 4096, 0)], "the blocks of a copy, at once"
     memory.units[21] = 1.0
     memory.lock(np.array([17, 21]))
     assert len(calls) == 6 and memory.units[21].all() and not memory.units[:21].any()
@@ -121,7 +121,7 @@ def test_host_memory_that_cannot_be_locked_is_said_once(
     memory, calls = pieces_of(monkeypatch, refused=3)
     memory.units.fill_(1.0)
     memory.lock(np.arange(22))
-    assert len(calls) == 4 and memory.units.all(), "not tried again, and what is there stays"
+    assert len(calls) == 4 and memory.units.all(), "not tried again, and the present copy stays"
     assert [record.getMessage() for record in caplog.records] == [
         "cannot page-lock 0.00 of 0.00 GiB of host memory: swaps there are slow; reduce --swap-space"
     ]
@@ -158,7 +158,7 @@ def test_nan_that_comes_back_from_the_host_is_computed_again() -> None:
     runner.device.pool.host_units[list(poisoned.target.units)] = float("nan")
     driver.run()
     back = [op for step in driver.steps for op in step.operations if op.action is CacheAction.SWAP_IN]
-    assert poisoned.target in [op.source for op in back], "what was poisoned never came back"
+    assert poisoned.target in [op.source for op in back], "a poisoned block never came back"
     for index, request in enumerate(requests):
         assert driver.finals[request.request_id].finish_reason is not FinishReason.ERROR
         assert driver.outputs[request.request_id] == solo(index), "the failed step runs again, from the prompt"

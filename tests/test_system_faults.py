@@ -1,4 +1,4 @@
-"""What the machine refuses (descriptors, threads, memory, room on a disk) ends neither the server nor a start."""
+"""Refusals of the machine (descriptors, threads, memory, room on a disk) ends neither the server nor a start."""
 
 import asyncio
 import errno
@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tables import for_each
 from test_process import collect, engine_process, request, summed, undisturbed, until, until_idle
 
 from engine.api import EngineState
 from engine.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from engine.machine import processes as machine
 from engine.process import child, frames
-from engine.process.causes import CAUSES, Origin, Outage, is_of_system, origin_of, start_error
-from engine.process.judge import RestartPolicy
-from engine.process.supervisor import Child
+from engine.process.launcher import Child
+from engine.process.requests import RestartPolicy
+from engine.process.suspects import CAUSES, Origin, Outage, is_of_system, origin_of, start_error
 
+pytestmark = pytest.mark.cpu_limit(8)  # each engine process imports for a second
 __all__ = ["undisturbed"]
 OF_A_DEAD_PROCESS = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESRCH, errno.ECHILD}
 REFUSALS = [OSError(number, os.strerror(number)) for number in sorted(errno.errorcode.keys() - OF_A_DEAD_PROCESS)]
@@ -29,7 +31,7 @@ NO_THREAD = RuntimeError("can't start new thread")
 TORCH_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory. Error code 12 (Cannot allocate memory)")
 
 
-@pytest.mark.parametrize("number", sorted(errno.errorcode), ids=lambda number: errno.errorcode[number])
+@for_each("number", sorted(errno.errorcode))
 def test_every_errno_is_of_the_system_but_those_of_a_dead_process(number: int) -> None:
     error = OSError(number, os.strerror(number))
     assert is_of_system(error) is (number not in OF_A_DEAD_PROCESS)
@@ -159,7 +161,7 @@ import os, sys, threading, time
 from pathlib import Path
 from engine.config import EngineConfig
 from engine.process import frames
-from engine.process.supervisor import Child
+from engine.process.launcher import Child
 
 kept = []  # an engine whose socket closes ends by itself
 

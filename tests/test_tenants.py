@@ -144,7 +144,7 @@ async def test_a_tenant_without_a_key_is_named_until_it_has_one(
         assert said() == [] and gauge("tidemill_unreachable_tenants") == 0
 
 
-# ---- who reaches what
+# ---- access of tenants
 
 OWN, OPERATOR, FIGURES, NONE = "own tenant", "operator", "figures", "no tenant"
 ROUTES = {

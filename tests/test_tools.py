@@ -22,9 +22,10 @@ import tokenizers
 from batch_tools import client_of
 from fake_engine import MODEL, FakeEngine, Served, demo_engine, say, serve
 from fixtures import refuse_blocking
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from transformers.utils.chat_parsing.response_templates import load_response_template
+from support.fuzz import fuzz
+from support.tables import for_each
 
 from engine.forms import Grammar
 from engine.structured.compiler import GrammarCompiler, Matcher
@@ -178,7 +179,7 @@ def pieces_of(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> tuple[str, list
     return text, [text[first:last] for first, last in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@settings(max_examples=10_000 if os.environ.get("FUZZ") else 150, deadline=None)
+@fuzz(10_000 if os.environ.get("FUZZ") else 150)
 @given(name=st.sampled_from(sorted(FORMATS)), calls=CALLS, data=st.data())
 def test_what_a_model_writes_is_read_however_it_was_cut(name: str, calls: Any, data: st.DataObject) -> None:
     if name not in ("pythonic", "llama3_json", "harmony"):
@@ -226,8 +227,8 @@ def digits_of(text: str) -> Any:
     return json.loads(text, parse_int=str, parse_float=str)
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
-@pytest.mark.parametrize("number", NUMBERS)
+@for_each("name", sorted(FORMATS))
+@for_each("number", NUMBERS)
 def test_arguments_keep_every_digit_of_the_model(name: str, number: str) -> None:
     functions = [Function("weather", {"properties": {"x": {"type": "number"}, "y": {}, "z": {"type": "array"}}})]
     text = write(name, [("weather", {"x": 777, "y": 777, "z": [777]})]).replace("777", number)
@@ -250,7 +251,7 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize(("written", "schema", "value"), TYPED, ids=range(len(TYPED)))
+@for_each(("written", "schema", "value"), TYPED)
 def test_values_without_quotes_have_the_types_of_the_schema(written: str, schema: Any, value: Any) -> None:
     parameters = {"properties": {"v": schema}, "$defs": {"T": {"type": "string"}}}
     for end in ("\n</parameter>", ""):
@@ -290,7 +291,7 @@ MARKS += [
 ]
 
 
-@settings(max_examples=10_000 if os.environ.get("FUZZ") else 300, deadline=None)
+@fuzz(10_000 if os.environ.get("FUZZ") else 300)
 @given(
     name=st.sampled_from([None, *sorted(FORMATS)]),
     reasons=st.booleans(),
@@ -404,6 +405,8 @@ def test_what_a_checkpoint_says_of_its_calls_goes_before_its_chat_template(
         "start_anchor": "<|im_start|>assistant",
         "fields": {"content": {}, **({"tool_calls": field} if field else {})},
     }
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
     load_response_template(own)  # it is one
     tokenizer_folders.byte_level(tmp_path, "{{ '<|tool_call>call:' }}{{ messages[0].content }}", response_template=own)
     tokenizer = Tokenizer.load(tmp_path, probe=False)
@@ -419,7 +422,7 @@ def test_what_a_checkpoint_says_of_its_calls_goes_before_its_chat_template(
         assert Tokenizer.load(tmp_path, probe=False).call_template == ""
 
 
-# How calls are written by those who must
+# How required calls are written
 
 
 def special_tokenizer(folder: Path) -> Tokenizer:

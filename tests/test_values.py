@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import RequestOutput, RequestTimes, quick_constructor
-from engine.scheduling.knapsack import Columns, choose
 from engine.scheduling.selection import (
     DEFAULT_TAIL,
     EPSILON,
+    Columns,
     apt_values,
+    choose,
     goodput_values,
     pending_time,
     seconds_to_token,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda_driver import INVALID_VALUE, OUT_OF_MEMORY, FakeDriver, RuleBrokenError, fake_memory
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.fuzz import machine_test
 
 from engine.execution.cuda import virtual_memory
 from engine.execution.cuda.virtual_memory import (
@@ -266,5 +266,4 @@ class Moves(RuleBasedStateMachine):
             assert not self.driver.memory and not self.driver.reserved
 
 
-TestMoves = Moves.TestCase
-TestMoves.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMoves = machine_test(Moves, 60, 30)

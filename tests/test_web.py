@@ -15,7 +15,6 @@ from batch_tools import keys_of
 from fake_engine import MODEL, Served, colocation_stats
 from fixtures import StartServer
 
-from benchmarks import page as page_bench
 from engine.api import EngineState, EngineStats, EngineView
 from gateway.web.routes import FILES
 
@@ -132,20 +131,6 @@ async def test_many_pages_share_one_snapshot_and_leave_nothing_behind(start_serv
     for follower in followers:
         await follower.aclose()
     assert recorder._followers == 0
-
-
-async def test_the_bench_s_pages_get_every_snapshot_and_close(start_server: StartServer) -> None:
-    served = await start_server("hi")
-    recorder, counts = served.app.state.recorder, [0, 0]
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
-        pages = [asyncio.create_task(page_bench.follow(client, counts, number)) for number in (0, 1)]
-        while min(counts) < 2:
-            await recorder.record()
-            await asyncio.sleep(0.01)
-        for each in pages:
-            each.cancel()
-        await asyncio.wait(pages)
-    assert page_bench.Window(2.0, 0.5, 3).share == 0.25
 
 
 async def test_a_stream_ends_with_the_server(start_server: StartServer) -> None:

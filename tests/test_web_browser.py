@@ -35,7 +35,7 @@ FLAGS = (
     "--window-size=1300,1000",
 )
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.manual,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # selenium's own pipes

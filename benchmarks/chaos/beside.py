@@ -1,4 +1,4 @@
-"""Clients that do nothing wrong while something else happens to their server, and what they notice."""
+"""Well-behaved clients beside a fault, and the effects that they see."""
 
 import asyncio
 import json

@@ -49,4 +49,4 @@ def build(config: EngineConfig, planned: child.Plan) -> Engine:
 
 
 if __name__ == "__main__":
-    child.run(socket.socket(fileno=int(sys.argv[1])), build, child.prepare, child.find_golden)
+    child.run(socket.socket(fileno=int(sys.argv[1])), build, child.prepare)

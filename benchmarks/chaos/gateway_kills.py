@@ -1,4 +1,4 @@
-"""SIGKILL of the gateway in every phase of a batch, and what a start afterwards makes of it."""
+"""SIGKILL of the gateway in every phase of a batch, and the state after the next start."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ class Killed:
         return await load.submit_batch(session, self.prompts, self.lines)
 
     async def until(self, session: aiohttp.ClientSession, batch: str, statuses: set[str], completed: int = 0) -> None:
-        """Wait for one of these statuses, or any later one, and for so many lines."""
+        """Wait for one of `statuses` or a later one, and for `completed` lines."""
         while True:
             async with session.get(f"/v1/batches/{batch}") as response:
                 state = await response.json()

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 import aiohttp
 import orjson
 
-from benchmarks.bombs import MAX_BYTES, joined
 from benchmarks.chaos import load
 from benchmarks.chaos.beside import CHAT, ask, bystanders, promises, undisturbed
-from benchmarks.chaos.grammars import HostileGrammar, always, dump, grammars
 from benchmarks.chaos.load import MODEL
 from benchmarks.chaos.promises import Promise, Scale, never, shown
 from benchmarks.chaos.server import Server, start
+from benchmarks.hostile import MAX_BYTES, HostileGrammar, always, dump, grammars, joined
 
 ANSWERS = frozenset({200, 400, 413, 429, 503})
 """Statuses of an answer that is right: the request is served, refused, or asked to come again."""

@@ -56,7 +56,7 @@ def body_of(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
 
 
 async def stream(session: aiohttp.ClientSession, prompt: Sequence[int], tokens: int) -> Answer:
-    """One streamed answer to its end, whatever that is."""
+    """Return one streamed answer, whole or broken."""
     body = {**body_of(prompt, tokens), "stream": True, "return_token_ids": True}
     answer = Answer()
     try:
@@ -86,7 +86,7 @@ async def keep_streaming(
     session: aiohttp.ClientSession, prompts: Sequence[Sequence[int]], expected: Sequence[list[int]], number: int,
     done: asyncio.Event, outcome: Outcome,
 ) -> None:  # fmt: skip
-    """One answer after another until the end, each compared with what it was undisturbed."""
+    """One answer after another until the end, each compared with the undisturbed answer."""
     while not done.is_set():
         expectation = expected[number]
         answer = await stream(session, prompts[number], len(expectation))
@@ -189,6 +189,6 @@ def _row(text: bytes) -> dict[str, Any]:
 
 
 async def text_of(session: aiohttp.ClientSession, prompt: Sequence[int]) -> str:
-    """What a line of the batch is answered, undisturbed."""
+    """Return the undisturbed answer of a line of the batch."""
     async with session.post("/v1/completions", json=body_of(prompt, LINE_TOKENS)) as response:
         return str((await response.json())["choices"][0]["text"])

@@ -1,6 +1,6 @@
-"""Break a server of the demo model part by part and check what its clients notice: the engine process killed, hung and
-failing, hostile requests, faulty disks, no descriptors, damaged state, the gateway killed. Exit 1 on a broken promise.
-`make chaos`.
+"""Break a server of the demo model part by part and check the effects on its clients: the engine process killed, hung
+and failing, hostile requests, faulty disks, no descriptors, damaged state, the gateway killed. Exit 1 on a broken
+promise. `make chaos`.
 """
 
 import argparse
@@ -8,12 +8,12 @@ import asyncio
 import secrets
 import time
 
-from benchmarks.chaos import descriptors, disk, engine_parts, inputs, load, oracle_part, store
+from benchmarks.chaos import descriptors, disk, engine, inputs, load, oracle_part, store
 from benchmarks.chaos.promises import Part, Scale, show
 from benchmarks.machine import describe
 
 PARTS: dict[str, Part] = {
-    **engine_parts.PARTS, "inputs": inputs.inputs, "disk": disk.disk, "descriptors": descriptors.descriptors,
+    **engine.PARTS, "inputs": inputs.inputs, "disk": disk.disk, "descriptors": descriptors.descriptors,
     "store": store.store,
     "oracle": oracle_part.oracle_part,
 }  # fmt: skip

@@ -33,7 +33,7 @@ IDLE_SECONDS, BATCH_SECONDS = 60.0, 900.0
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a server holds. `requests`: those that have ended, by /metrics."""
+    """Resources of a server. `requests`: ended requests, by /metrics."""
 
     requests: float
     active: float

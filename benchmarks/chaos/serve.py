@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from engine.process import client, launcher
-from engine.process.judge import RestartPolicy
+from engine.process.requests import RestartPolicy
 from gateway.cli import main
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class Server:
             self._process.wait()
 
     def end(self) -> None:
-        """Send SIGTERM; kill what does not stop in time."""
+        """Send SIGTERM; kill the process if it does not stop in time."""
         if self._process is not None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):

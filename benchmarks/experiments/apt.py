@@ -2,8 +2,8 @@
 
 OPT-13B on A100-40GB with the lengths of `apt-chat`, `apt-code` and `apt-sum`; then Llama-3-8B, whose hidden state is
 larger than its K and V and so refused: there the host tier takes its place. Every arm serves the same requests, from an
-empty machine until the last one has ended, as in the paper; nobody is refused early. `fcfs` fills its steps with chunks
-of prompts, so it stands for the paper's Sarathi-Serve.
+empty machine until the last one has ended, as in the paper; no request is refused early. `fcfs` fills its steps with
+chunks of prompts, so it stands for the paper's Sarathi-Serve.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -113,7 +113,7 @@ LLAMA_CACHES = {
 
 
 def llama_arms(*caches: str) -> tuple[Arm, ...]:
-    """Every policy on each of these caches; `fcfs` chooses nothing, and so starts nobody from hidden state."""
+    """Return every policy on each cache; `fcfs` never starts a request from hidden state."""
     pairs = [(policy, cache) for policy in LLAMA_POLICIES for cache in caches if (policy, cache) != ("fcfs", "hybrid")]
     return tuple(Arm(f"{name}-{cache}", LLAMA_POLICIES[name], LLAMA_CACHES[cache]) for name, cache in pairs)
 
@@ -133,7 +133,7 @@ LLAMAS = Config(
     ),
 )
 """Llamas whose memory is short before their compute: as many KV heads as heads and rotary embeddings, so that hidden
-state is projected in every step; and a quarter of them, where 8 bits take the place of hidden state."""
+state is projected in every step; and a quarter as many, where 8 bits take the place of hidden state."""
 LLAMAS_SHORT = shortened(replace(LLAMAS, parts=LLAMAS.parts[1:], cvs=()))
 
 

@@ -1,4 +1,5 @@
-"""One run of Apt-Serve's evaluation: a policy and a cache on a machine under one load, and what its requests got."""
+"""One run of Apt-Serve's evaluation: a policy and a cache on a machine under one load, and the latencies of its
+requests."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,12 +15,12 @@ from engine.core import EngineCore
 from engine.limits import UNITS_PER_BLOCK, UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
-from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
 from engine.virtual import Arrival, VirtualDriver, VirtualRun
 from loadgen import traces, workloads
 from loadgen.arrivals import Process
 from loadgen.simulation.gpu import fit_device
+from loadgen.simulation.policies import find_policy
 from loadgen.simulation.run import Metrics, Row, request_of, rows_of
 
 HIDDEN_SHARE = 2

@@ -1,7 +1,7 @@
 """HybridServe's evaluation (§5, Figures 4 and 12 to 15): throughput with weights and cache on the host.
 
 OPT 6.7B to 66B on an RTX 4090 behind PCIe 4.0, with 882 GB of host memory. A batch of requests generates 128 tokens
-each; throughput is that of the whole run, prefill included. The arms differ in what the host holds of the past: K and
+each; throughput is that of the whole run, prefill included. The arms differ in the form of the past on the host: K and
 V, activations (ACT), a division of both, or token ids. The split of `hybrid` is the engine's own closed form
 (`engine.cache.placement`) with costs that are measured on the simulated device, as at the start of an engine.
 """
@@ -29,7 +29,7 @@ Rule = Literal["kv", "act", "half", "closed-form", "algorithm-1", "best"]
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How the past is held: what stands in for K and V, and by which rule it shares the host with them."""
+    """How the past is held: the stand-in for K and V, and by which rule it shares the host with them."""
 
     name: str
     compact: Compact
@@ -51,7 +51,7 @@ a grid of shares."""
 
 LINK = DEVICES["rtx-4090"].pcie
 SLOW_LINK = LINK / 2
-"""About the rate that the paper's Figure 4 can be had with; it does not say what its link reached."""
+"""About the rate that the paper's Figure 4 can be had with; it does not state the rate of its link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ FIXED = {"kv": HostSplit(1, 0), "act": HostSplit(0, 1), "half": HostSplit(1, 2)}
 def choose(point: Point, case: Case) -> Choice:
     """The arm's split of the host, for the middle of the run.
 
-    What the device holds of the cache is ACT. The closed form may also hold K and V there, or leave ACT out, which
+    The cache on the device is ACT. The closed form may also hold K and V there, or leave ACT out, which
     frees its buffers: it takes what costs least by the measured costs.
     """
     rule, noise = point.arm.rule, random.Random(f"costs {point.seed}")

@@ -5,8 +5,7 @@ on one window of the trace and reported on the next one:
 
 - `online-only`, `sarathi++` (no latency control);
 - `hygen-star`: offline work at a fixed rate, `hygen`: one flat latency budget, both tuned for the target;
-- `tidemill`: budgets with the weight of the metric besides the flat ones;
-- `oracle`: flat and weighted budgets with true step times, tuned by themselves.
+- `tidemill`: budgets with the weight of the metric besides the flat ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +33,6 @@ TBT_MEAN = {3.0: "tbt_mean", 4.0: "tbt_mean d4"}
 long a chunk is, so that one without the other jumps from one to the next number of decodes."""
 TIDEMILL_FAMILIES = (*FLAT, *TBT_MEAN.values(), "tbt_p99", "ttft_mean")
 TUNED = {"hygen-star": RATE, "hygen": FLAT, "tidemill": TIDEMILL_FAMILIES}
-ORACLE_FLAT, ORACLE_WEIGHTS = 3, 7
-"""Replays for the oracle besides those of what was chosen for ours."""
 BATCH = 2
 """Replays that are decided on at a time."""
 
@@ -43,7 +40,7 @@ MACHINE = MachineSpec("llama-2-7b", "a100-40gb")
 
 
 BESIDE = Target("ttft_p99", 0.08)
-"""What is kept beside a tolerated mean TBT (HyGen, Figure 13)."""
+"""The second target beside a tolerated mean TBT (HyGen, Figure 13)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class Config:
     offline_lines: int = 4000
     several: tuple[float, ...] = (0.1, 0.5)
     beside: Target = BESIDE
-    searched: tuple[str, ...] = (*RATE, *TIDEMILL_FAMILIES, "oracle")
+    searched: tuple[str, ...] = (*RATE, *TIDEMILL_FAMILIES)
 
 
 CONFIG = Config()
@@ -94,9 +91,9 @@ def scenarios(config: Config, data: Path | None, seed: int) -> dict[str, Scenari
 
 
 def families(machine: Machine, config: Config) -> list[Family]:
-    """What is explored: at most 60 replays a window, the online-only one and the one without limit included.
+    """The families to explore: at most 60 replays a window, the online-only one and the one without limit included.
 
-    Flat budgets are spread by what they leave above the smallest step: beside online work all of a tight tolerance lies
+    Flat budgets are spread by their excess over the smallest step: beside online work all of a tight tolerance lies
     within a millisecond of it.
     """
     low, high = step_range(machine.predictor, machine.config)
@@ -137,11 +134,6 @@ def targets(config: Config) -> list[Target]:
     return [Target(metric, tolerance) for metric in METRICS for tolerance in config.tolerances]
 
 
-def tight_targets(config: Config) -> list[Target]:
-    """Those of the smallest tolerance, where exact step times could pay most: the oracle is tuned for them."""
-    return [Target(metric, min(config.tolerances)) for metric in METRICS]
-
-
 def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Say) -> list[Result]:
     """All rows of one seed."""
     machine = build_machine(config.machine, seed)
@@ -149,9 +141,7 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Sa
     with Replays(machine, scenarios(config, data, seed), seed, workers) as replays:
         first = explore(machine, config, replays)
         say(f"seed {seed}: {len(first.points)} replays of the window on which parameters are chosen")
-        truth = explore_oracle(machine, config, first)
-        say(f"seed {seed}: {len(truth.points) - 1} replays with true step times")
-        chosen = choices(first, truth, config)
+        chosen = choices(first, config)
         second = Surface(lambda settings: replays.on("reported", settings), first.online_only)
         distinct = [setting for by_targets in chosen.values() for setting in by_targets.values()]
         second.replay([second.online_only, Setting(UNLIMITED), *distinct])
@@ -172,40 +162,11 @@ def explore(machine: Machine, config: Config, replays: Replays) -> Surface:
     return surface
 
 
-def explore_oracle(machine: Machine, config: Config, first: Surface) -> Surface:
-    """The first window again for a scheduler that knows true step times: what was chosen for ours and, because a model
-    that is a little off shifts the best L and λ, a few flat budgets between those and weights of its own."""
-    surface = Surface(first.evaluate, first.online_only, {first.online_only: first.base})
-    if "oracle" not in config.searched:
-        return surface
-    tight = tight_targets(config)
-    chosen = {first.choose(target, config.margin, TIDEMILL_FAMILIES) for target in tight}
-    known = [setting for setting in first.points if setting in chosen and setting != first.online_only]
-    low, high = step_range(machine.predictor, machine.config)
-    flat = flat_family(low, high - low, 3, ORACLE_FLAT, oracle=True)
-    ruled = [replace(setting, oracle=True) for setting in known if setting.budget.rule not in ("flat", "tbt_mean")]
-    surface.add("ruled", dict(enumerate(ruled)))
-    start = [setting.budget.latency_budget - low for setting in known if setting.budget.rule == "flat"]
-    surface.explore(replace(flat, runs=len(start) + ORACLE_FLAT), tight, config.margin, BATCH, start)
-    surface.explore(oracle_weights(machine), tight, config.margin, BATCH)
-    return surface
-
-
-def oracle_weights(machine: Machine) -> Family:
-    """Weights for true step times: those price a short chunk behind a long prefix higher than the fitted model."""
-    _, high = step_range(machine.predictor, machine.config)
-
-    def make(lam: float) -> Setting:
-        return replace(_weighted(high, 3.0, lam), oracle=True)
-
-    return Family("tbt_mean", make, 0.08, 0.64, 3, ORACLE_WEIGHTS, ("tbt_mean",))
-
-
 Wanted = tuple[Target, ...]
 """Targets that a setting was chosen for, all at once."""
 
 
-def choices(first: Surface, truth: Surface, config: Config) -> dict[str, dict[Wanted, Setting]]:
+def choices(first: Surface, config: Config) -> dict[str, dict[Wanted, Setting]]:
     """The setting of each policy for each target, and of ours and the flat budget for two targets at once."""
     single: list[Wanted] = [(target,) for target in targets(config)]
     both: list[Wanted] = [(config.beside, Target("tbt_mean", tolerance)) for tolerance in config.several]
@@ -213,9 +174,6 @@ def choices(first: Surface, truth: Surface, config: Config) -> dict[str, dict[Wa
     for policy, names in TUNED.items():
         wanted = single if policy == "hygen-star" else [*single, *both]
         chosen[policy] = {item: first.choose(item, config.margin, names) for item in wanted}
-    if truth.members:
-        tight: list[Wanted] = [(target,) for target in tight_targets(config)]
-        chosen["oracle"] = {item: truth.choose(item, config.margin, tuple(truth.members)) for item in tight}
     return chosen
 
 
@@ -237,28 +195,28 @@ def _result(
 
 def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
     """Header and rows: means over the seeds, each target's policies side by side. Factors are means over the seeds of
-    one seed's throughput ÷ that of the fixed rate, of the flat budget and of the oracle."""
+    one seed's throughput ÷ that of the fixed rate and of the flat budget."""
     header = ["metric", "tolerance", "policy", "offline tok/s", "lowest", "highest"]
-    header += ["x hygen-star", "x hygen", "x oracle", "interference", "seeds kept"]
+    header += ["x hygen-star", "x hygen", "interference", "seeds kept"]
     rows: list[list[Any]] = []
     for policy in ("online-only", "sarathi++"):
         found = [result for result in results if result.policy == policy]
         worst = max(mean(found, f"interference_{metric}") for metric in METRICS)
-        rows.append(["worst of 4", None, policy, *_spread(found), None, None, None, worst, ""])
+        rows.append(["worst of 4", None, policy, *_spread(found), None, None, worst, ""])
     keys = dict.fromkeys(_key(result) for result in results if "metric" in result.setting)
     for key in sorted(keys):
         group = [result for result in results if "metric" in result.setting and _key(result) == key]
         for policy in dict.fromkeys(result.policy for result in group):
             found = [result for result in group if result.policy == policy]
             kept = f"{sum(bool(r.metrics['kept']) for r in found)}/{len(found)}"
-            factors = [ratio(group, policy, other) for other in ("hygen-star", "hygen", "oracle")]
+            factors = [ratio(group, policy, other) for other in ("hygen-star", "hygen")]
             shown = mean(found, f"interference_{found[0].setting['metric']}")
             rows.append([key[0], key[1], policy, *_spread(found), *factors, shown, kept])
     return header, rows
 
 
 def _key(result: Result) -> tuple[str, float]:
-    """What was asked for: the metric (and what had to be kept beside it) and the tolerance."""
+    """Return the metric (with the targets beside it) and the tolerance."""
     beside = result.setting.get("beside", {})
     name = " and ".join([result.setting["metric"], *(f"{key} {value:g}" for key, value in beside.items())])
     return name, result.setting["tolerance"]
@@ -286,7 +244,7 @@ def figures(results: Sequence[Result]) -> dict[str, str]:
     found = {}
     for metric in METRICS:
         series = []
-        for policy in (*TUNED, "oracle"):
+        for policy in TUNED:
             mine = [r for r in results if r.policy == policy and r.setting.get("metric") == metric]
             mine = [r for r in mine if "beside" not in r.setting]
             tolerances = sorted({r.setting["tolerance"] for r in mine})

@@ -1,7 +1,7 @@
-"""KunServe's evaluation (§5.2-§5.4): a fleet whose memory overflows in a burst, by what is done about it.
+"""KunServe's evaluation (§5.2-§5.4): a fleet whose memory overflows in a burst, by remedy.
 
 Qwen-2.5-14B on A100-80GB, 200 Gbit/s between engines, as the paper's cluster A; lengths of ShareGPT and of Azure's
-chats, Poisson arrivals with one burst. The cache is a share of what would fit, so that memory runs short before time
+chats, Poisson arrivals with one burst. The cache is a share of the free memory, so that memory runs short before time
 does. All arms run first come, first served, behind SAL:
 
 - `recompute`, `swap`: a preempted request loses its cache, or keeps it on the host; `migrate`: running requests leave a
@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.drawing import Series
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import each
-from benchmarks.experiments.table import Result, figure, mean
+from benchmarks.experiments.table import Result, mean
 from benchmarks.figures import percentile
 from benchmarks.simulated_fleet.fleet import FleetDriver
 from benchmarks.simulated_fleet.overload import Means, OverloadedFleet
@@ -114,7 +113,7 @@ Latencies = list[tuple[float, float]]
 
 
 def run_task(task: Task) -> tuple[Metrics, Latencies]:
-    """One run to the end of its last request, measured over all of them."""
+    """One run to the end of its last request, measured over all requests."""
     config, limit = task.config, task.config.machine.max_model_len
     machine = machine_of(config.machine, config.cache, task.seed)
     fleet = OverloadedFleet(
@@ -205,16 +204,3 @@ def against(members: Sequence[Result], arm: str, key: str) -> float | None:
     ours = {r.seed: float(r.metrics[key] or 0.0) for r in members if r.policy == OURS}
     found = [float(r.metrics[key] or 0.0) / ours[r.seed] for r in members if r.policy == arm and ours.get(r.seed)]
     return sum(found) / len(found) if found else None
-
-
-def figures(results: Sequence[Result]) -> dict[str, str]:
-    """TTFT by percentile, one line an arm."""
-    found = {}
-    for workload in dict.fromkeys(r.setting["workload"] for r in results):
-        series = []
-        for arm in dict.fromkeys(r.policy for r in results):
-            mine = [r for r in results if r.policy == arm and r.setting["workload"] == workload]
-            values = [mean(mine, f"ttft_p{percent}") for percent in (50, 95, 99)]
-            series.append(Series(arm, [50.0, 95.0, 99.0], values, points=True))
-        found[f"kunserve-{workload}"] = figure(f"{workload}: TTFT in a burst", series, "percentile", "seconds")
-    return found

@@ -5,10 +5,8 @@ another trace; here both arrivals and lengths are those of the conversations. Re
 take (`max_tokens`), as clients do: `no-preempt` pays for it, `trail+` alone knows the true lengths.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,8 @@ PAPER_ALPHAS = (1.0, 500.0, 1000.0)
 """α of the paper's Figure 9. It weighs seconds against cache blocks times queue length, read off its score; ours has
 neither unit, so ours is the paper's ÷ the blocks of the pool, times the TTFT objective where one is stated."""
 GUARD = 5.0
-"""TTFT objective in seconds of the run with the age guard: who has waited for longer goes first, by arrival."""
+"""TTFT objective in seconds of the run with the age guard: a request that has waited for longer runs first, by
+arrival."""
 SOURCES = {"chat": lengths.AZURE_CONV, "code": lengths.AZURE_CODE}
 
 MACHINE = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=256, max_model_len=8192)
@@ -48,7 +47,7 @@ SHORT = replace(CONFIG, window=180.0)
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A policy and what the table says about it."""
+    """A policy and its description in the table."""
 
     policy: str
     setting: Setting
@@ -146,18 +145,6 @@ def gains(group: Sequence[Result], mine: Sequence[Result], key: str) -> list[flo
         if result.policy == "larry" and rivals and result.metrics[key]:
             found.append(min(rivals) / float(result.metrics[key] or 1.0))
     return found
-
-
-def capacity(results: Sequence[Result], arm: str, workload: str, limit: float) -> float | None:
-    """The rate at which the P50 TTFT (mean over seeds) reaches `limit` seconds, log-linear between the rates that were
-    run; None when it is not reached between them."""
-    mine = [r for r in results if _arm_of(r) == arm and r.setting["workload"] == workload]
-    rates = sorted({r.setting["rate"] for r in mine})
-    values = [mean([r for r in mine if r.setting["rate"] == rate], "ttft_p50") for rate in rates]
-    for (low, before), (high, after) in pairwise(zip(rates, values, strict=True)):
-        if 0.0 < before <= limit < after:
-            return float(low + (high - low) * math.log(limit / before) / math.log(after / before))
-    return None
 
 
 def figures(results: Sequence[Result]) -> dict[str, str]:

@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drawing import Series
 from benchmarks.experiments import hygen
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting
 from benchmarks.experiments.surface import Evaluate, Family, Surface, Target, interference
-from benchmarks.experiments.table import Result, figure, mean
+from benchmarks.experiments.table import Result, mean
 from engine.scheduling.objective import UNLIMITED
 from loadgen import workloads
 from loadgen.arrivals import RateCurve, parse_curve
@@ -204,14 +203,3 @@ HEADER = (
     "highest",
     "lines done s",
 )
-
-
-def figures(results: Sequence[Result]) -> dict[str, str]:
-    """Offline throughput against the P99 TTFT, one point per policy."""
-    series = []
-    for policy in dict.fromkeys(r.policy for r in results if r.policy != "S0"):
-        mine = [r for r in results if r.policy == policy]
-        point = 1e3 * mean(mine, "ttft_p99"), mean(mine, "offline_throughput")
-        series.append(Series(policy, [point[0]], [point[1]], points=True))
-    title = "llmd-491: harvested tokens against the P99 TTFT"
-    return {"llmd-491": figure(title, series, "P99 TTFT, ms", "offline tokens/s", log_x=True)}

@@ -25,7 +25,6 @@ from benchmarks.experiments import (
     orderings,
     parts,
     sal,
-    unsteady,
 )
 from benchmarks.experiments.table import Result, render, write_table
 from engine.errors import TidemillError
@@ -41,7 +40,7 @@ class Experiment(NamedTuple):
     """The same with short windows."""
     run_seed: Callable[..., list[Result]]
     summary: Callable[[Sequence[Result]], tuple[list[str], list[list[Any]]]]
-    figures: Callable[[Sequence[Result]], dict[str, str]]
+    figures: Callable[[Sequence[Result]], dict[str, str]] = lambda _: {}
 
 
 EXPERIMENTS = {
@@ -56,16 +55,12 @@ EXPERIMENTS = {
         hybridserve_table.figures,
     ),
     "hygen": Experiment(hygen.CONFIG, hygen.SHORT, hygen.run_seed, hygen.summary, hygen.figures),
-    "hygen-parts": Experiment(parts.CONFIG, parts.SHORT, parts.run_seed, parts.summary, parts.figures),
-    "kunserve": Experiment(kunserve.CONFIG, kunserve.SHORT, kunserve.run_seed, kunserve.summary, kunserve.figures),
-    "kunserve-bursts": Experiment(
-        kunserve.BURSTS, kunserve.BURSTS_SHORT, kunserve.run_seed, kunserve.summary, kunserve.figures
-    ),
+    "hygen-parts": Experiment(parts.CONFIG, parts.SHORT, parts.run_seed, parts.summary),
+    "kunserve": Experiment(kunserve.CONFIG, kunserve.SHORT, kunserve.run_seed, kunserve.summary),
+    "kunserve-bursts": Experiment(kunserve.BURSTS, kunserve.BURSTS_SHORT, kunserve.run_seed, kunserve.summary),
     "larry": Experiment(larry.CONFIG, larry.SHORT, larry.run_seed, larry.summary, larry.figures),
-    "llmd-491": Experiment(llmd.CONFIG, llmd.SHORT, llmd.run_seed, llmd.summary, llmd.figures),
-    "sal": Experiment(sal.CONFIG, sal.SHORT, sal.run_seed, sal.summary, sal.figures),
-    "sal-loads": Experiment(sal.LOADS, sal.LOADS_SHORT, sal.run_seed, sal.summary, sal.figures),
-    "unsteady": Experiment(unsteady.CONFIG, unsteady.SHORT, unsteady.run_seed, unsteady.summary, unsteady.figures),
+    "llmd-491": Experiment(llmd.CONFIG, llmd.SHORT, llmd.run_seed, llmd.summary),
+    "sal": Experiment(sal.CONFIG, sal.SHORT, sal.run_seed, sal.summary),
 }
 
 

@@ -1,7 +1,7 @@
 """One batch with weights and cache on the host, on a simulated device: blocks by kind, mini-batches, steps, costs.
 
-Blocks are dealt out and packed by the engine's own rules (`engine.cache.placement`); what a step takes is the
-pipelines of `benchmarks.experiments.pipelines`. Knows nothing of a paper's arms or figures.
+Blocks are dealt out and packed by the engine's own rules (`engine.cache.placement`); the time of a step comes from
+`benchmarks.experiments.pipelines`. Knows nothing of a paper's arms or figures.
 """
 
 import random
@@ -33,8 +33,8 @@ class Blocks(NamedTuple):
 class Case:
     """An arm under a load on its device, ready to run.
 
-    compact       what stands in for K and V
-    act_resident  what the device holds of the cache is ACT, else K and V
+    compact       the stand-in for K and V
+    act_resident  whether the cache on the device is ACT, else K and V
     prompts       tokens of every request; each generates `output`
     printed       mini-batches by the paper's rule, else even ones
     """
@@ -132,7 +132,7 @@ class Step(NamedTuple):
 
 
 def _held(split: HostSplit, most: int) -> list[HostBlocks]:
-    """What a request holds on the host with 0 … `most` blocks."""
+    """Blocks of a request on the host with 0 … `most` blocks."""
     found = [HostBlocks(0, 0)]
     for _ in range(most):
         kv, act = found[-1]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from benchmarks.experiments import apt, hybridserve, hygen, kunserve, larry, llmd, parts, sal, unsteady
+from benchmarks.experiments import apt, hybridserve, hygen, kunserve, larry, llmd, parts, sal
 from benchmarks.experiments.apt_point import Load
 from benchmarks.experiments.machine import MachineSpec
 from benchmarks.experiments.surface import Target
@@ -170,11 +170,6 @@ def _llmd(results: Sequence[Result]) -> list[Ordering]:
     ]
 
 
-def _unsteady(results: Sequence[Result]) -> list[Ordering]:
-    alone, beside = (of(results, "slo_attainment", arm) for arm in ("alone", "beside offline work"))
-    return [Ordering("chats kept beside offline work: at least 0.97 times the share without it", alone, beside, 0.97)]
-
-
 KUNSERVE_ARMS = ("recompute", "swap", kunserve.OURS, "no lookahead")
 SLOW = MachineSpec("llama-2-13b", "a100-80gb")
 """A machine with long steps, so that a window holds few steps."""
@@ -223,16 +218,6 @@ QUICK = {
     "sal": Quick(
         replace(sal.CONFIG, fleets=(sal.Fleet("1+1", ("a100-40gb", "a40"), ("larry",), ("code",)),), window=40.0), _sal
     ),
-    "sal-loads": Quick(
-        replace(
-            sal.LOADS,
-            fleets=(sal.Fleet("1+1", ("a100-40gb", "a40"), ("larry",), ("code",)),),
-            rates=(("code", 1.0),),
-            routers=("sal", "round-robin", "random", sal.MERGED),
-            window=40.0,
-        ),
-        _sal,
-    ),
     "apt-serve": Quick(
         apt.Config(
             parts=(
@@ -270,6 +255,5 @@ QUICK = {
         replace(llmd.CONFIG, machine=replace(SLOW, max_num_seqs=64), rates=(3.0, 0.2), lines=60, phase=15.0, cycles=4),
         _llmd,
     ),
-    "unsteady": Quick(replace(unsteady.CONFIG, window=60.0, machines=(1.0,)), _unsteady),
 }
 """Small configurations by experiment."""

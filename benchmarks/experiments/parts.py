@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.drawing import Series
 from benchmarks.experiments import hygen
 from benchmarks.experiments.machine import Machine, MachineSpec, TrueLatency, build_machine, mean_error
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Setting, recorded_steps
 from benchmarks.experiments.surface import Family, Surface, Target, interference
-from benchmarks.experiments.table import Result, figure, mean
+from benchmarks.experiments.table import Result, mean
 from engine.colocation.replay import step_range
 from loadgen import lengths
 from loadgen.stats import stream
@@ -103,7 +102,7 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Ca
 
 
 def predictor_rows(machine: Machine, config: Config, data: Path | None, seed: int) -> list[Result]:
-    """MAPE on the steps of one replay with offline work, none of which any model was fitted to."""
+    """MAPE on the steps of one replay with offline work, unseen by every fit."""
     scenario = hygen.scenarios(config.at(config.base.rate), data, seed)["chosen"]
     steps = recorded_steps(machine, scenario, Setting(BudgetParams("hygen", config.budget)), seed)
     models: dict[str, LatencyPredictor] = {"full": machine.predictor, "hygen": machine.profile("hygen")}
@@ -232,16 +231,3 @@ def _key(result: Result) -> tuple[str, str, str, str]:
         shown = str(setting["profile" if part == "predictor" else "offline_policy"])
     target = f"{setting['metric']} {setting['tolerance']:g}" if "metric" in setting else ""
     return part, shown, result.policy, target
-
-
-def figures(results: Sequence[Result]) -> dict[str, str]:
-    """Offline throughput against the online rate."""
-    series = []
-    own = [r for r in results if r.setting["part"] == "rates" and r.setting["profile"] == "full"]
-    own = [r for r in own if r.setting["workload"] == "hygen"]
-    for policy, metric in dict.fromkeys((r.policy, r.setting["metric"]) for r in own):
-        mine = [r for r in own if (r.policy, r.setting["metric"]) == (policy, metric)]
-        rates = sorted({r.setting["rate"] for r in mine})
-        values = [mean([r for r in mine if r.setting["rate"] == rate], "offline_throughput") for rate in rates]
-        series.append(Series(f"{policy}, {metric}", rates, values, points=True))
-    return {"hygen-rates": figure("5 %: offline tokens/s", series, "online requests/s", "tokens/s")}

@@ -65,7 +65,7 @@ class OffloadDevice:
         return self.simulated.token_seconds(tokens) / self.layers + self._attention(0, pairs)
 
     def step_overhead(self, requests: int) -> float:
-        """What a step takes beside its layers: the host's work, and the head for every request."""
+        """Seconds of a step beside its layers: the host's work, and the head for every request."""
         device = self.simulated.device
         return device.host_seconds + requests * device.sequence_seconds + self.simulated.head_seconds(requests)
 
@@ -94,7 +94,7 @@ def lay_out(
     """Divide the device's memory: buffers first, then weights, then cache.
 
     Two KV buffers of `buffer_bytes`, two ACT buffers for as many blocks, and one buffer that K and V are regenerated
-    into; two buffers for the streamed weights of a layer. `kept_tokens`: of which one hidden state stays on the device
+    into; two buffers for the streamed weights of a layer. `kept_tokens`: tokens with a hidden state on the device
     between layers. Weights go before cache: a byte of either saves one on the link, and prefill has no use for cache.
     Raises ValueError when the buffers do not fit.
     """
@@ -125,7 +125,7 @@ class Stage(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Seconds of all layers, and how many of them each pipeline was busy."""
+    """Seconds of all layers, and the busy seconds of each pipeline."""
 
     seconds: float
     link_busy: float

@@ -59,7 +59,7 @@ class Replays:
 
 
 def each(run: Callable[[Case], Found], cases: Sequence[Case], workers: int) -> list[Found]:
-    """`run` on each case, in order; what it takes and gives must be picklable. One worker: in this process."""
+    """`run` on each case, in order; its argument and result must be picklable. One worker: in this process."""
     if workers <= 1:
         return [run(case) for case in cases]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:

@@ -1,7 +1,7 @@
 """One run of a scenario on a simulated machine: the engine's own core, policies and planner on the virtual clock.
 
-A scenario is what happens (arrivals, lengths, windows), a setting what is done about it (policies, budget, rate of
-offline work). Metrics carry the names of the load generator's reports; times in seconds, throughput in tokens/s.
+A scenario holds arrivals, lengths and windows; a setting holds policies, budget and rate of offline work. Metrics
+carry the names of the load generator's reports; times in seconds, throughput in tokens/s.
 """
 
 import math
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 
-from benchmarks.experiments.machine import Machine, TrueLatency
+from benchmarks.experiments.machine import Machine
 from engine.api import EngineRequest, RequestClass, RequestOutput
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
-from engine.scheduling.policies import find_policy
 from engine.virtual import Arrival, Keeper, VirtualDriver, VirtualRun
+from loadgen.simulation.policies import find_policy
 from loadgen.simulation.run import Metrics, Row, measure, request_of
 from loadgen.stats import stream
 from predictor.budget import BudgetParams
@@ -31,8 +31,8 @@ FIRST_GROUP, OWN_TOKENS = 10, 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`online` by arrival; `offline` lengths (arrival ignored), repeated without end unless `finite`. `shared`: of each
-    of those rows the group it belongs to and how many prompt tokens that group shares; empty: no row shares any.
+    """`online` by arrival; `offline` lengths (arrival ignored), repeated without end unless `finite`. `shared`: the
+    group of each offline row and the number of prompt tokens that the group shares; empty: no row shares any.
     `windows`: seconds within which the rows of each job should end, jobs being equal parts of `offline`; empty: not
     measured.
 
@@ -51,9 +51,9 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run is made with. `offline_rate`: offline requests/s (None: a backlog that never ends, under `budget`).
+    """Settings of a run. `offline_rate`: offline requests/s (None: a backlog that never ends, under `budget`).
 
-    `oracle`: the scheduler knows true step times. `profile`: whose latency model it uses, "" for the machine's own or a
+    `profile`: whose latency model it uses, "" for the machine's own or a
     device's of `Machine.profiles`. `mixed`: offline rows arrive as online requests, evenly over so many seconds.
     `offline_policy`: the order of waiting offline requests, "" for `psm` where prefixes are cached and else `fcfs`.
     `ttft`, `tbt`: absolute objectives in seconds; a finite `ttft` makes LARRY's age guard active.
@@ -62,7 +62,6 @@ class Setting:
     budget: BudgetParams = ONLINE_ONLY
     offline_rate: float | None = None
     online_policy: str = "fcfs"
-    oracle: bool = False
     profile: str = ""
     mixed: float | None = None
     offline_policy: str = ""
@@ -123,7 +122,7 @@ def recorded_steps(machine: Machine, scenario: Scenario, setting: Setting, seed:
 
 
 class _Recording:
-    """A runner that keeps what its steps were made of."""
+    """A runner that keeps the features of its steps."""
 
     def __init__(self, inner: ModelRunner) -> None:
         self.steps: list[Sample] = []
@@ -158,17 +157,17 @@ def make_driver(
         offline = _backlog(scenario, limit)
     arrivals.sort(key=lambda arrival: arrival.at)
     window = (scenario.warm_up, scenario.measure_end)
-    # Prefix order is worth what it can see: a batch queue knows far more lines than run at a time.
+    # Prefix order depends on the visible lines: a batch queue knows far more lines than run at a time.
     backlog = PREFIX_BACKLOG if scenario.shared else 2 * machine.config.max_num_seqs
     return VirtualDriver(core, runner, arrivals, offline, backlog=backlog, window=window, keeper=keeper)
 
 
 def make_core(machine: Machine, scenario: Scenario, setting: Setting) -> EngineCore:
-    """The engine under `setting`. With nobody to fit in beside online work it needs no latency model, and so none
+    """The engine under `setting`. Without offline work it needs no latency model, and so none
     refuses a request early: a comparison of online policies must serve the same requests under each."""
     model: LatencyPredictor | None = None
     if scenario.offline or setting.tbt < math.inf:
-        model = TrueLatency(machine.device) if setting.oracle else machine.profile(setting.profile)
+        model = machine.profile(setting.profile)
     # Without shared prefixes the tree has nothing to order by, and hashing made-up prompts costs as much as a step.
     policy = setting.offline_policy or ("psm" if machine.spec.prefix_caching else "fcfs")
     objective = StepObjective(setting.ttft, setting.tbt, budget=setting.budget)

@@ -3,9 +3,6 @@
 Azure chat and code conversations and ShareGPT's lengths at a rate per engine, Llama-3-8B on A100-40GB, at most 1,024
 tokens a step as in the paper; fleets of equal engines, and one whose second half is slower. Each seed takes its own
 part of a trace. The paper's arrivals are another trace's; here they are those of the conversations.
-
-`sal-loads` goes through the loads of code and sets a fleet without a router beside them (`merged`: one queue for all
-engines, see `benchmarks.simulated_fleet.merged`): what a router could gain at all.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.drawing import Series
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import each
-from benchmarks.experiments.table import Result, figure, mean
+from benchmarks.experiments.table import Result, mean
 from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
-from benchmarks.simulated_fleet.merged import MergedDriver
 from benchmarks.simulated_fleet.routers import ROUTERS as ALL_ROUTERS
 from engine.api import RequestClass
 from engine.core import EngineCore
@@ -37,13 +32,11 @@ from predictor.features import BatchFeatures
 
 SOURCES = {"chat": lengths.AZURE_CONV, "code": lengths.AZURE_CODE, "sharegpt": lengths.SHAREGPT}
 ROUTERS = ("sal", "p2c", "round-robin", "random")
-MERGED = "merged"
-"""No router: one queue for all engines."""
 MACHINE = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=256, max_num_batched_tokens=1024, max_model_len=8192)
 
 
 class Fleet(NamedTuple):
-    """Devices by name, one an engine, and what is run on them."""
+    """Devices by name, one an engine, with policies and workloads."""
 
     name: str
     devices: tuple[str, ...]
@@ -74,17 +67,6 @@ class Config:
 
 CONFIG = Config()
 SHORT = replace(CONFIG, fleets=FLEETS[:1], window=20.0)
-LOADS = replace(
-    CONFIG,
-    fleets=(
-        Fleet("4", ("a100-40gb",) * 4, ("larry",), ("code",)),
-        Fleet("8", ("a100-40gb",) * 8, ("larry",), ("code",)),
-        Fleet("2+2 slow", ("a100-40gb",) * 2 + ("a40",) * 2, ("larry",), ("code",)),
-    ),
-    rates=tuple(("code", rate) for rate in (0.4, 0.7, 1.0, 1.5, 2.0)),
-    routers=("sal", "p2c", "round-robin", MERGED),
-)
-LOADS_SHORT = replace(LOADS, fleets=LOADS.fleets[:1], rates=LOADS.rates[1:3], window=20.0)
 
 
 class Task(NamedTuple):
@@ -155,10 +137,7 @@ def run_task(task: Task) -> Metrics:
         Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(task.rows)
     ]
     servers = servers_of(task)
-    if task.router == MERGED:
-        driver: FleetDriver = MergedDriver(servers, arrivals)
-    else:
-        driver = FleetDriver(servers, ALL_ROUTERS[task.router], arrivals, seed=task.seed)
+    driver = FleetDriver(servers, ALL_ROUTERS[task.router], arrivals, seed=task.seed)
     found = measure(driver.run(), task.config.warm_up, arrivals[-1].at)
     stats = [report_stats(server.core.state) for server in servers]
     found["preemptions"] = float(sum(sum(stat.preemptions.values()) for stat in stats))
@@ -205,14 +184,14 @@ Group = tuple[str, float, str, str]
 
 
 def group_of(result: Result) -> Group:
-    """What runs share that are compared with one another."""
+    """Return the key of runs that are compared."""
     setting = result.setting
     return setting["workload"], setting["rate"], setting["fleet"], setting["online_policy"]
 
 
 def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
     """Header and rows: means over the seeds. A gain is the best of the other routers' ÷ SAL's (mean of the seeds' own,
-    above 1: SAL is better); the last two are a P99 TTFT, SAL's or the merged queue's, ÷ that of round-robin and of p2c.
+    above 1: SAL is better); the last two are SAL's P99 TTFT ÷ that of round-robin and of p2c.
     """
     rows: list[list[Any]] = []
     for group in dict.fromkeys(map(group_of, results)):
@@ -223,7 +202,7 @@ def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
             gains: list[float | None] = [None] * 6
             if router == "sal":
                 gains[:4] = [gain(members, key) for key in ("ttft_p50", "ttft_p95", "ttft_p99", "e2e_p50")]
-            if router in ("sal", MERGED):
+            if router == "sal":
                 gains[4:] = [ratio(members, "ttft_p99", rival, router) for rival in ("round-robin", "p2c")]
             rows.append([*group, router, *values, *gains])
     return [*HEADER, *GAINS], rows
@@ -233,9 +212,7 @@ def gain(members: Sequence[Result], key: str) -> float | None:
     """The least of the other routers' ÷ SAL's, mean of the seeds' own."""
     found = []
     for mine in (r for r in members if r.policy == "sal"):
-        rivals = [
-            float(r.metrics[key] or 0.0) for r in members if r.seed == mine.seed and r.policy not in ("sal", MERGED)
-        ]
+        rivals = [float(r.metrics[key] or 0.0) for r in members if r.seed == mine.seed and r.policy != "sal"]
         if rivals and mine.metrics[key]:
             found.append(min(rivals) / float(mine.metrics[key] or 1.0))
     return sum(found) / len(found) if found else None
@@ -248,19 +225,3 @@ def ratio(members: Sequence[Result], key: str, rival: str, router: str = "sal") 
         others = [r for r in members if r.seed == mine.seed and r.policy == rival and r.metrics[key]]
         found += [float(mine.metrics[key] or 0.0) / float(other.metrics[key] or 1.0) for other in others]
     return sum(found) / len(found) if found else None
-
-
-def figures(results: Sequence[Result]) -> dict[str, str]:
-    """P99 TTFT by router, one point a workload and fleet, under the first policy."""
-    found = {}
-    policies = dict.fromkeys(r.setting["online_policy"] for r in results)
-    for policy in policies:
-        series = []
-        for router in dict.fromkeys(r.policy for r in results):
-            mine = [r for r in results if r.policy == router and r.setting["online_policy"] == policy]
-            groups = list(dict.fromkeys(map(group_of, mine)))
-            values = [mean([r for r in mine if group_of(r) == group], "ttft_p99") for group in groups]
-            series.append(Series(router, [float(i) for i in range(len(groups))], values, points=True))
-        order = ", ".join(f"{w} {r} {f}" for w, r, f, p in dict.fromkeys(map(group_of, results)) if p == policy)
-        found[f"sal-{policy}-p99"] = figure(f"P99 TTFT under {policy}: {order}", series, "case", "seconds")
-    return found

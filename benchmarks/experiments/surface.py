@@ -3,7 +3,7 @@
 The search for a single SLO lives in `predictor.budget`. Here many SLOs share the replays: one-parameter families of
 settings are explored on a coarse grid, then the brackets between kept and broken are halved for all targets at once, a
 batch at a time, so that replays can run side by side. Nothing is assumed to be monotone: of all replays that keep a
-target, the one with the most offline throughput is taken. Knows nothing of what a replay is.
+target, the one with the most offline throughput is taken.
 """
 
 import math

@@ -34,8 +34,6 @@ SECTIONS: dict[str, tuple[str, str, float]] = {
     "steps": ("steps", "check_steps", 150.0),
     "swap": ("swap", "check_swap", 60.0),
     "serving": ("serving", "check_serving", 180.0),
-    "colocation": ("colocation", "check_colocation", 300.0),
-    "peer": ("serving", "check_peer", 120.0),
     "float8": ("float8", "check_float8", 150.0),
 }
 """name -> (module, function, limit in seconds)"""
@@ -73,7 +71,7 @@ def run_here(setup: Setup, names: Sequence[str]) -> None:
 
 
 def run_section(name: str, seconds: float, tiny: bool) -> list[Row]:
-    """Run one section in a child process; what it printed before it failed or ran out of time counts."""
+    """Run one section in a child process and return its rows, also of a section that fails or runs out of time."""
     command = [sys.executable, "-m", "benchmarks.gpu", name, "--child", *(["--tiny"] if tiny else [])]
     try:
         ended = subprocess.run(command, capture_output=True, timeout=seconds, check=False, text=True)
@@ -88,7 +86,7 @@ def run_section(name: str, seconds: float, tiny: bool) -> list[Row]:
 
 
 def describe(setup: Setup) -> dict[str, str]:
-    """What the figures were measured on."""
+    """Return the device and the versions."""
     cuda = setup.device.type == "cuda"
     machine = torch.cuda.get_device_name(setup.device) if cuda else platform.processor() or platform.machine()
     driver, triton = cuda_driver() or "unknown", version("triton") if cuda else "interpreted"

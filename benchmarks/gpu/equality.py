@@ -72,7 +72,7 @@ def whole(setup: Setup, spec: ModelSpec, source: TensorSource, config: Scheduler
 
 
 def compare(setup: Setup, name: str, make: MakeRunner = whole, how: str = "") -> Row:
-    """Requests with shared prefixes in a pool that is too small for all of them; random weights from one seed."""
+    """Requests with shared prefixes in a pool that is too small for all requests; random weights from one seed."""
     model = _reference(setup, name)
     config = scheduler_config(8, 64, setup.size(512, 96), setup.size(60, 12))
     spec = spec_from_config({**model.config.to_dict(), "architectures": [type(model).__name__]})

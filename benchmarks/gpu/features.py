@@ -1,5 +1,5 @@
-"""The engine as the server builds it, with the packaged demo model in float32, by feature: each answers on the device
-what the plain engine answers on the CPU, token for token."""
+"""The engine as the server builds it, with the packaged demo model in float32, by feature: the answers on the device
+equal those of the plain engine on the CPU, token for token."""
 
 import asyncio
 import importlib

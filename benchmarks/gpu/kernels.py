@@ -102,7 +102,8 @@ def prefill_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out
 
 
 def together(setup: Setup, calls: list[Callable[[], None]]) -> Callable[[], None]:
-    """All of them in turn; on a GPU as one graph, for calls that take the host longer than the device."""
+    """Return a call of all calls in turn; on a GPU as one graph, for calls that take the host longer than the
+    device."""
 
     def run() -> None:
         for call in calls:

@@ -13,8 +13,8 @@ from engine.execution.runner import Runner
 from engine.limits import SchedulerConfig
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
+from engine.scheduling.offline import whole
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
-from engine.scheduling.planner import whole
 
 BLOCK = 16
 

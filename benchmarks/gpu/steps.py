@@ -63,7 +63,7 @@ class LastStep:
 
     def repeat(self) -> None:
         assert self._inputs is not None, "no step has run"
-        with torch.inference_mode(), self._device.lane.use():
+        with torch.inference_mode(), self._device.stream.use():
             self._run(self._inputs)
 
 
@@ -71,7 +71,7 @@ def time_shape(
     setup: Setup, runner: Runner[CudaDevice], shape: Shape, steps: int, operations: tuple[CacheOperation, ...] = ()
 ) -> Timing:
     """Medians over `steps` runs of one step, each launched before the one before it has ended; with `operations` in
-    each of them (on units behind the shape's own)."""
+    each run (on units behind the shape's own)."""
     chunks, new_requests = [], []
     units = count()
     spans = [(shape.context - 1, 1)] * shape.decodes + ([(0, shape.chunk)] if shape.chunk else [])
@@ -111,7 +111,7 @@ def floor_of(spec: ModelSpec, shape: Shape, limits: Limits, itemsize: int) -> fl
 
 
 def _shapes(setup: Setup) -> tuple[Shape, Shape, Shape, Shape, Shape, Shape]:
-    """One stream, long contexts, many of them, a full house, a mixed step and a prefill."""
+    """Return one stream, long contexts, many decodes, a full step, a mixed step and a prefill."""
     long = Shape(setup.size(64, 3), setup.size(2048, 40))
     return (
         Shape(1, setup.size(512, 20)),

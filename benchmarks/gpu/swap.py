@@ -1,4 +1,4 @@
-"""Swaps through the host tier: both ways beside a pinned copy of the same size, and what they cost the steps beside."""
+"""Swaps through the host tier: both ways beside a pinned copy of the same size, and their cost for steps beside."""
 
 from collections.abc import Iterator
 

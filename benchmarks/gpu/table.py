@@ -1,4 +1,4 @@
-"""The rows of the check and how they are shown. Knows nothing of what was measured."""
+"""The rows of the check and how they are shown."""
 
 import json
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `floor`: what the machine's own limits allow, `anchor`: what others report, `target`: what is asked
-    for, all in `unit`. `lower`: whether less is better. `measured` None: it failed, and `note` says how."""
+    """One figure. `floor`: the limit of the machine, `anchor`: figures of other engines, `target`: the goal, all
+    in `unit`. `lower`: whether less is better. `measured` None: it failed, and `note` says how."""
 
     metric: str
     unit: str
@@ -33,7 +33,7 @@ class Row:
 
 
 def row_from_json(line: str) -> Row:
-    """Raises ValueError for what is not a row."""
+    """Raise ValueError for other text."""
     fields = json.loads(line)
     if not isinstance(fields, dict) or "metric" not in fields:
         raise ValueError(f"not a row: {line[:80]}")

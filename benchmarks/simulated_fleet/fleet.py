@@ -1,7 +1,7 @@
 """Several engines on one virtual clock behind a router: each the engine's own core over a simulated device.
 
-The router sees what it would see live: what each engine reported last (ten times a second), what was routed to it
-since, and which answers have ended; between reports no prompt is assumed to be done (SAL §4.2). Deterministic for
+As in the live fleet, the router sees the last report of each engine (ten a second), the prompts routed
+since, and ended answers; between reports no prompt is assumed to be done (SAL §4.2). Deterministic for
 equal arrivals and equally seeded runners. Knows nothing of how a run is judged.
 """
 
@@ -124,7 +124,7 @@ class FleetDriver:
         return len(self.records)
 
     def at(self, time: float, what: Callable[[], None]) -> None:
-        """Call `what` at `time`, behind whatever is due then already."""
+        """Call `what` at `time`, behind all calls that are due then."""
         heapq.heappush(self._events, (time, next(self._order), what))
 
     def run(self, until: float = math.inf) -> VirtualRun:

@@ -1,9 +1,9 @@
 """A simulated fleet that is short of memory: KunServe's drop and restore, or requests that migrate to a sibling.
 
 Plans are those of `engine.fleet`; here they get time and transport. A drop: the groups that merge end their steps, one
-core takes the place of theirs with the cache of all of them and what the dropped layers leave, and every running
+core takes the place of theirs with the cache of all engines and the room of the dropped layers, and every running
 request stands still until the layers of its past have changed hands, while new ones run. A restore: the cache gives
-back what it won, the layers come from the siblings, and requests go home.
+back the room, the layers come from the siblings, and requests go home.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def by_tokens(pieces: Sequence[BatchPiece], count: int) -> list[MicroBatch]:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What a fleet does about a shortage. `pipeline`: engines of each group from the start, with half the layers or
+    """Remedy of a fleet for a shortage. `pipeline`: engines of each group from the start, with half the layers or
     less. `host_gib`: where preempted requests keep their cache."""
 
     name: str
@@ -66,7 +66,7 @@ def moves(core: EngineCore) -> Moves:
 @dataclass(slots=True, eq=False)
 class Party:
     """A server with its engines: one, or a pipeline. `placement`: engines and the layers that each has; `undropped`:
-    units of cache that they have with all layers in place; `used`: when, and what was held then; `retiring`: units that
+    units of cache that they have with all layers in place; `used`: time and units held then; `retiring`: units that
     are being given back; `pulls`: the layers that come back."""
 
     server: Server
@@ -187,7 +187,7 @@ class OverloadedFleet:
         copy_units = int(self._machine.device.model.num_layers * self._layer_bytes / self._unit_bytes)
         plan = plan_drop(groups, copy_units)
         for party, group in zip(parties, groups, strict=True):
-            if group.is_short and party.retiring and party.pulls is None:  # what is being given back is needed
+            if group.is_short and party.retiring and party.pulls is None:  # retiring units are needed
                 party.server.core.state.pool.grow(party.retiring)
                 party.retiring = 0
         if any(group.is_short for group in groups):
@@ -202,7 +202,7 @@ class OverloadedFleet:
         self._idle(parties[0].server)
 
     def _idle(self, server: Server) -> None:
-        """A step has ended: requests leave, and servers become what was planned."""
+        """A step has ended: requests leave, and servers change as planned."""
         if (leaving := self._leaving.pop(server, None)) is not None:
             self._leave(*leaving)
         for parties in list(self._closing):
@@ -309,7 +309,7 @@ class OverloadedFleet:
                 self._hand_over(moves(core).detach(found.request_id), party.placement, target)
 
     def _make(self, engines: tuple[int, ...], at: float) -> Party:
-        """A server of these engines: one, or a pipeline with a copy of the model between them."""
+        """Return a server of `engines`: one, or a pipeline with a copy of the model between them."""
         machine, number, size = self._machine, next(self._numbers), len(engines)
         config, seed = machine.config, 1000 * self._seed + number
         undropped = size * config.num_units

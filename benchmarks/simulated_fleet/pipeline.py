@@ -81,7 +81,7 @@ class Bubbles:
 
 
 class PipelineRunner:
-    """Stages of layers `kept`, one engine each, whose activations go over `links`. `bubbles`: what is added to."""
+    """Stages of layers `kept`, one engine each, whose activations go over `links`. `bubbles`: the sum of stalls."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What online work a simulated engine has before it: what a load balancer and a fleet short of memory ask for."""
+"""Queued online work of a simulated engine, for a load balancer and a fleet short of memory."""
 
 from typing import NamedTuple
 

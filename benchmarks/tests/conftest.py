@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+from cpu_limit import pytest_runtest_makereport, pytest_runtest_protocol
 from fixtures import cache_folder, start_server, tokenizer
 
-__all__ = ["cache_folder", "start_server", "tokenizer"]
+__all__ = [
+    "cache_folder", "pytest_runtest_makereport", "pytest_runtest_protocol", "start_server", "tokenizer",
+]  # fmt: skip
 ROOT = Path(__file__).parents[2]
 
 

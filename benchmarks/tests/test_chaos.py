@@ -1,4 +1,4 @@
-"""The benchmark that breaks the engine process: what it counts, what it breaks, and a short run of the whole. Slow."""
+"""`benchmarks chaos`: its counts and faults, and a short run of all faults (slow)."""
 
 import asyncio
 import math
@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from fakes.runner import FakeRunner
 
-from benchmarks.chaos import engine_parts, main, promises
+from benchmarks.chaos import engine, main, promises
 from benchmarks.chaos import server as chaos_server
 from benchmarks.chaos.child import POISON, SabotagedRunner
-from benchmarks.chaos.engine_parts import Run
-from benchmarks.chaos.faults import Saboteur
+from benchmarks.chaos.engine import Run, Saboteur
 from benchmarks.chaos.load import Outcome
 from benchmarks.chaos.promises import Promise, Scale
 from engine.api import SamplingParams
@@ -23,7 +22,7 @@ from gateway.http.keys import KeyStore
 def test_a_pause_is_what_a_gap_lasts_beyond_the_time_without_an_engine() -> None:
     gaps = [(0.0, 0.1), (1.0, 6.0), (10.0, 12.0), (20.0, 30.0)]
     down = [(1.5, 5.5), (21.0, 24.0), (25.0, 29.0)]
-    assert engine_parts.pauses(gaps, down) == pytest.approx([1.0, 3.0]), "no fault touched the third"
+    assert engine.pauses(gaps, down) == pytest.approx([1.0, 3.0]), "no fault touched the third"
 
 
 def test_the_lag_is_the_bound_that_the_looks_between_two_pages_kept() -> None:
@@ -43,18 +42,18 @@ def test_one_broken_promise_is_enough(capsys: pytest.CaptureFixture[str]) -> Non
 def test_everything_that_goes_wrong_breaks_a_promise() -> None:
     server = chaos_server.Server(Path())
     run = Run(Saboteur(None, server, None), batch="completed")  # type: ignore[arg-type]
-    assert all(promise.kept is not False for promise in engine_parts.of_work(run))
+    assert all(promise.kept is not False for promise in engine.of_work(run))
     run.outcome = Outcome(broken=1, differing=1, lost=1, doubled=1, failed=1, rows_differing=1)
-    assert [promise.kept for promise in engine_parts.of_work(run)].count(False) == 6
+    assert [promise.kept for promise in engine.of_work(run)].count(False) == 6
     late = {0.01: 0.0, 0.1: 0.0, math.inf: 0.0}, {0.01: 9.0, 0.1: 99.0, math.inf: 100.0}
     in_time = {0.01: 0.0, 0.1: 0.0, math.inf: 0.0}, {0.01: 100.0, 0.1: 100.0, math.inf: 100.0}
     run.memory = [10, *[2**20] * 9, 300 * 2**20]
     run.lag, run.own_lag = late, late
-    assert [promise.kept for promise in engine_parts.of_loop(run)] == [None, None, False, False, False]
+    assert [promise.kept for promise in engine.of_loop(run)] == [None, None, False, False, False]
     run.own_lag = in_time
-    assert [promise.kept for promise in engine_parts.of_loop(run)] == [None, None, True, True, False]
+    assert [promise.kept for promise in engine.of_loop(run)] == [None, None, True, True, False]
     run.saboteur.down, run.outcome.gaps = [(1.0, 2.0)], [(1.0, 6.0)]
-    assert [promise.kept for promise in engine_parts.of_pauses(run)] == [None, None, False, False]
+    assert [promise.kept for promise in engine.of_pauses(run)] == [None, None, False, False]
 
 
 def test_parts_are_known_by_name_and_scaled_by_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +67,7 @@ def test_parts_are_known_by_name_and_scaled_by_seconds(capsys: pytest.CaptureFix
 
 
 def test_the_key_file_is_one_that_the_server_reads(tmp_path: Path) -> None:
-    keys = KeyStore((), str(chaos_server._key_file(tmp_path, engine_parts.TENANTS)))
+    keys = KeyStore((), str(chaos_server._key_file(tmp_path, engine.TENANTS)))
     assert keys.quota("heavy").requests == 8 and keys.quota("light").requests is None
 
 
@@ -96,7 +95,7 @@ def test_poison_is_known_by_its_row_until_that_is_released(tmp_path: Path, monke
     assert len(killed) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(900)
 async def test_nothing_is_lost_while_everything_breaks() -> None:
     command = [

@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ import torch
 
 from benchmarks.gpu import __main__ as check
 from benchmarks.gpu.kernels import check_kernels
-from benchmarks.gpu.limits import Limits
 from benchmarks.gpu.setup import Setup, tiny_setup
-from benchmarks.gpu.steps import Shape, floor_of
 from benchmarks.gpu.table import Row, failure, render, row_from_json
 
 ROOT = Path(__file__).parents[2]
@@ -60,20 +57,20 @@ def test_sections() -> None:
 
 
 def test_features_are_the_engine_that_the_server_builds(capsys: pytest.CaptureFixture[str]) -> None:
-    """The one section that needs what the server's engine imports."""
+    """The one section that needs the server's packages."""
     check.run_here(tiny_setup(), ["features"])
     (row,) = check._rows(capsys.readouterr().out)
     assert row.measured is not None and math.isfinite(row.measured)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "count"), [("equality", 2), ("ranks", 2), ("colocation", 3), ("peer", 1)])
+@pytest.mark.parametrize(("name", "count"), [("equality", 2), ("ranks", 2)])
 def test_long_sections(name: str, count: int) -> None:
     (rows,) = rows_without_a_server(name)
     assert len(rows) == count
     assert all(row.measured is not None and math.isfinite(row.measured) for row in rows)
-    assert name not in ("equality", "ranks") or all(row.met for row in rows)
+    assert all(row.met for row in rows)
 
 
 def test_kernel_errors_are_small_and_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,20 +86,6 @@ def test_kernel_errors_are_small_and_a_wrong_kernel_is_seen(monkeypatch: pytest.
 
     monkeypatch.setattr(Setup, "kernels", lambda self: Wrong())
     assert [row.metric for row in check_kernels(tiny_setup()) if not row.met] == ["SwiGLU: error"]
-
-
-def test_the_floor_of_a_step_is_what_the_design_says() -> None:
-    """On the figures of an H200: 3.5 ms at batch 1, 7.5 ms at 64 x 2k, 5.5 ms at 128 x 512, 56.6 k tok/s of prefill."""
-    limits = Limits(4.3e12, 790e12, 50e9)
-    spec = Setup(torch.device("cpu"), torch.bfloat16, tiny=False).spec("8B")
-
-    def floor(shape: Shape) -> float:
-        return floor_of(spec, shape, limits, 2) * 1e3
-
-    assert floor(Shape(1, 512)) == pytest.approx(3.5, rel=0.03)
-    assert floor(Shape(64, 2048)) == pytest.approx(7.5, rel=0.03)
-    assert floor(Shape(128, 512)) == pytest.approx(5.5, rel=0.03)
-    assert 8192 / floor(Shape(0, 1, 8192)) == pytest.approx(53, rel=0.1)
 
 
 def test_the_table_says_what_was_met() -> None:
@@ -121,13 +104,6 @@ def test_the_table_says_what_was_met() -> None:
         row_from_json("[1]")
 
 
-def test_a_section_that_hangs_or_crashes_is_a_row() -> None:
-    (hung,) = check.run_section("limits", 0.2, tiny=True)
-    assert not hung.met and "did not end" in hung.note
-    (crashed,) = check.run_section("no-such-section", 60, tiny=True)
-    assert not crashed.met and "unknown section" in crashed.note
-
-
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     ended = run("limits", "--tiny", "--json", str(target))
@@ -135,19 +111,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert "copy bandwidth" in ended.stdout
     written = json.loads(target.read_text())
     assert len(written["rows"]) == 3 and written["torch"] == torch.__version__
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    ended = run()
-    assert ended.returncode == 2
-    assert "no CUDA device" in ended.stderr and not ended.stdout
-
-
-def test_a_warning_of_a_plugin_that_is_not_ours_ends_no_run() -> None:
-    """pytest-benchmark 5.1 beside xdist, before any test: it was an INTERNALERROR on a machine of somebody else's."""
-    text = "Benchmarks are automatically disabled because xdist plugin is active."
-    warnings.warn(pytest.PytestWarning(text), stacklevel=1)
 
 
 def test_it_needs_nothing_of_the_server() -> None:

@@ -137,7 +137,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, folder, say, drafts, on_cpu=on_cpu)
     info = replace(_info(plan, scheduler, _sampling(config, plan, say)), slo=str(slo))
     if plan.spec.state_bytes:
-        log.debug(_tell_checkpoints(plan, scheduler))
+        log.debug(_describe_snapshots(plan, scheduler))
     steps = backend.make_staged(config, plan, runner) if plan.droppable else runner
     if isinstance(steps, PipelineRunner):
         sizes = DroppableLayers(steps.num_layers, steps.layer_bytes, steps.unit_layer_bytes, plan.limits.num_units)
@@ -162,13 +162,13 @@ def _make_grammars(compiler: GrammarCompiler) -> Grammars:
     return Grammars(compiler, Prover(compiler))
 
 
-def _tell_checkpoints(plan: LaunchPlan, scheduler: SchedulerConfig) -> str:
-    """Return a line on the checkpoints from which prompts of a recurrent model resume."""
+def _describe_snapshots(plan: LaunchPlan, scheduler: SchedulerConfig) -> str:
+    """Return a line on the snapshots from which prompts of a recurrent model resume."""
     if not scheduler.state_slots:
-        return "no checkpoints of recurrent layers: prompts are computed from their first token on"
+        return "no snapshots of recurrent layers: prompts are computed from their first token on"
     taken = gib(scheduler.state_slots * plan.spec.state_bytes)
     host = f", {scheduler.host_state_slots} more on the host" if scheduler.host_state_slots else ""
-    return f"{scheduler.state_slots} checkpoints of recurrent layers, {taken} of the cache's memory{host}"
+    return f"{scheduler.state_slots} snapshots of recurrent layers, {taken} of the cache's memory{host}"
 
 
 def _embedding(plan: LaunchPlan) -> EmbeddingSpec:

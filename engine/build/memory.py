@@ -32,7 +32,7 @@ def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: 
     if group is not None:
         cache_bytes, host_units = group.least([cache_bytes, host_units])
     unit = unit_bytes(plan)
-    plan = _with_checkpoints(_with_states(plan, config, cache_bytes), config, cache_bytes, unit)
+    plan = _with_snapshots(_with_states(plan, config, cache_bytes), config, cache_bytes, unit)
     states = (plan.limits.max_num_seqs + plan.state_slots) * plan.spec.state_bytes
     spec, limits, dtype = plan.spec, plan.limits, torch_dtype(plan.dtype)
     refusal = _hidden_refusal(config, spec)
@@ -128,8 +128,8 @@ def _host_room(config: EngineConfig, plan: LaunchPlan) -> tuple[int, int]:
     return slots * units, slots
 
 
-def _with_checkpoints(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, unit: int) -> LaunchPlan:
-    """Return the plan with slots for checkpoints of recurrent state, which prefix sharing needs.
+def _with_snapshots(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, unit: int) -> LaunchPlan:
+    """Return the plan with slots for snapshots of recurrent state, which prefix sharing needs.
 
     They take a part of the cache memory that the states of running requests leave.
     """
@@ -140,7 +140,7 @@ def _with_checkpoints(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, 
     if config.num_gpu_blocks_override is not None:
         return replace(plan, state_slots=memory.useful_slots(limits, config.num_gpu_blocks_override))
     wanted = memory.useful_slots(limits, left // unit // UNITS_PER_BLOCK)
-    slots = min(wanted, left // memory.CHECKPOINT_PART // each)
+    slots = min(wanted, left // memory.SNAPSHOT_PART // each)
     return replace(plan, state_slots=slots if slots >= memory.LEAST_SLOTS else 0)
 
 

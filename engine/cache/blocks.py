@@ -40,7 +40,7 @@ class CacheKind(enum.Enum):
             state needs at most half the room of K and V (`engine.models.spec.hidden_state_refusal`).
         GONE: Placeholder for a block before every attention window: no unit, never read.
         STATE: State of the recurrent layers at the end of a block, of constant size. Its unit is a slot in separate
-            memory (`engine.cache.checkpoints`).
+            memory (`engine.cache.snapshots`).
     """
 
     KV = "kv", Representation(UNITS_PER_BLOCK)
@@ -120,7 +120,7 @@ class CacheMap:
         parked_in_step: Step of the last copy of a parked block to the host.
         hashes: Chained hashes of full blocks, computed lazily and kept across preemptions.
         num_published: Leading blocks already offered to the prefix index.
-        checkpoint: Slot with the recurrent state that the request started from; -1 without one.
+        snapshot: Slot with the recurrent state that the request started from; -1 without one.
         branch: Prompt tokens with published blocks, but without a recurrent state, when the request started.
     """
 
@@ -132,7 +132,7 @@ class CacheMap:
     parked_in_step: int = -1
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
-    checkpoint: int = -1
+    snapshot: int = -1
     branch: int = 0
 
     @property

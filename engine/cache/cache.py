@@ -4,7 +4,7 @@ A running request *extends* its map. A waiting request *claims* the blocks that 
 request that leaves its row *vacates* it. Changes of units become the step's cache operations.
 
 If every layer of the model has a window, blocks before the window of the next token are freed during computation and
-not taken from a prefix. If layers are recurrent, a cached prefix ends at its last block with a checkpoint.
+not taken from a prefix. If layers are recurrent, a cached prefix ends at its last block with a snapshot.
 """
 
 from collections import Counter
@@ -27,8 +27,8 @@ from engine.cache.blocks import (
     extend_hashes,
     gone_block,
 )
-from engine.cache.checkpoints import Checkpoints
 from engine.cache.parked import ParkedPasts
+from engine.cache.snapshots import Snapshots
 from engine.cache.tiers import Tiers
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.request import Request
@@ -45,7 +45,7 @@ class Claim(NamedTuple):
         units: Device units needed besides those already on the device.
         copied_bytes: Bytes to copy from the host (see `Tiers.copied_bytes`).
         goes_on: Step in flight that copies the next block of the prefix to the host, where it can be claimed later.
-        num_published: Blocks of the prefix that are cached, including those behind the last checkpoint.
+        num_published: Blocks of the prefix that are cached, including those behind the last snapshot.
     """
 
     hits: list[CacheBlock]
@@ -64,7 +64,7 @@ class Cache:
         self.tiers = Tiers(config, model)
         self.device, self.host = self.tiers.device, self.tiers.host
         self.parked = ParkedPasts(config, self.tiers, model)
-        self.checkpoints = Checkpoints(config, model)
+        self.snapshots = Snapshots(config, model)
         self.keeps_states = config.state_slots > 0
         self._compact: Counter[CacheBlock] = Counter()
         """Number of running requests per compact block."""
@@ -99,8 +99,8 @@ class Cache:
         return self._startable(request, self._find_published(request))
 
     def _startable(self, request: Request, found: list[CacheBlock]) -> list[CacheBlock]:
-        """Cut a prefix at its last block with a checkpoint if layers are recurrent."""
-        return found[: self.checkpoints.reach(request.cache_map.hashes, len(found))] if self.keeps_states else found
+        """Cut a prefix at its last block with a snapshot if layers are recurrent."""
+        return found[: self.snapshots.reach(request.cache_map.hashes, len(found))] if self.keeps_states else found
 
     def _find_published(self, request: Request) -> list[CacheBlock]:
         config, cache_map = self._config, request.cache_map
@@ -133,7 +133,7 @@ class Cache:
         elsewhere = [block for block in (*hits, *parked) if not block.on_device]
         copied_bytes = self.tiers.copied_bytes(elsewhere)
         if self.keeps_states:
-            copied_bytes += self.checkpoints.copied_bytes(request.cache_map.hashes, len(hits))
+            copied_bytes += self.snapshots.copied_bytes(request.cache_map.hashes, len(hits))
         units += count_units(elsewhere)
         return Claim(hits, num_tokens, num_compact, units, copied_bytes, goes_on, len(published))
 
@@ -198,7 +198,7 @@ class Cache:
             self._run(request, block)
         request.cache_map.num_published = len(_on_device(claim.hits))
         if self.keeps_states:
-            self.checkpoints.start(request, len(claim.hits), claim.num_published, step_id)
+            self.snapshots.start(request, len(claim.hits), claim.num_published, step_id)
         request.num_computed_tokens = request.num_confirmed_tokens = claim.num_tokens
 
     def extend(
@@ -290,14 +290,14 @@ class Cache:
         # Tail first: the head of a prefix is the most valuable part and must be evicted last.
         for block in reversed(self.parked.park(request)):
             self.device.release(block, request.last_step)
-        self.checkpoints.leave(request)
+        self.snapshots.leave(request)
         cache_map.num_published = cache_map.num_gone = 0
         request.num_computed_tokens = request.num_confirmed_tokens = 0
 
     def rewind(self, requests: Iterable[Request], failed: set[int]) -> None:
         """Drop the host copies and parked blocks written by the failed steps."""
         self.tiers.rewind(failed)
-        self.checkpoints.rewind(failed)
+        self.snapshots.rewind(failed)
         for request in requests:
             if request.cache_map.num_parked_tokens and request.cache_map.parked_in_step in failed:
                 self.parked.forget(request)
@@ -306,7 +306,7 @@ class Cache:
         """Offer the full, confirmed blocks of a running request to later requests and free those behind its window."""
         self._offer(request)
         if self.keeps_states:
-            self.checkpoints.confirm(request)
+            self.snapshots.confirm(request)
         if self._config.window:
             self._give_up_unseen(request)
 
@@ -350,12 +350,12 @@ class Cache:
         hashes = cache_map.hashes[: len(cache_map.blocks)]
         given_up = filter(None, map(self.device.find, hashes[: cache_map.num_gone]))
         self.tiers.withdraw([*given_up, *cache_map.blocks[cache_map.num_gone :]], hashes)
-        self.checkpoints.withdraw(hashes)
+        self.snapshots.withdraw(hashes)
 
     def complete_step(self, step_id: int) -> None:
         """Record that all steps up to `step_id` ended."""
         self.tiers.complete_step(step_id)
-        self.checkpoints.complete_step(step_id)
+        self.snapshots.complete_step(step_id)
 
     def recount(self, running: Iterable[Request]) -> None:
         """Recount the compact blocks of all running requests."""

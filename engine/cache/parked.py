@@ -60,7 +60,7 @@ class ParkedPasts:
         self._host = tiers.host
         self._model = model
         self._holders: dict[Request, None] = {}
-        # with recurrent layers a request can only resume at a checkpoint, so its blocks are not parked
+        # with recurrent layers a request can only resume at a snapshot, so its blocks are not parked
         self._keeps = config.host_units > 0 and not config.state_slots
         self._split: HostSplit | None = None
 

@@ -1,7 +1,7 @@
 """Runs long computations in a low-priority child process, so that they take no time from steps.
 
 `python -m engine.colocation.search_child PRIORITY PARENT` reads a pickled function with its arguments and notes from
-standard input. It writes frames to standard output: the length in 8 bytes, then a pickled (is result, value). It exits
+standard input. It writes frames (`engine.machine.link`) to standard output, each a pickled (is result, value). It exits
 with its parent process PARENT.
 
 Even at idle priority a child slows down steps that use all cores. A stopped child does not, so a child beside such
@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from engine.machine.activity import read_activity
+from engine.machine.link import framed, read_frame
 from engine.machine.processes import end_with, python_module
 
 T = TypeVar("T")
@@ -38,7 +39,6 @@ Few long bursts meet fewer chats than many short ones.
 CPU_SECONDS = 300
 DEATH_SECONDS = 1.0
 NICENESS = {"idle": 19, "low": 10}
-_HEADER = 8
 
 
 class ChildError(Exception):
@@ -125,7 +125,7 @@ async def _run(
         process.stdin.close()
         with suppress(asyncio.IncompleteReadError):
             while True:
-                is_result, value = await _frame(process.stdout)
+                is_result, value = pickle.loads(await read_frame(process.stdout))
                 if is_result:
                     return value  # type: ignore[no-any-return]
                 assert job[2] is not None
@@ -165,11 +165,6 @@ async def _watch(
             looked, allowed = clock(), 0.0
 
 
-async def _frame(stream: asyncio.StreamReader) -> tuple[bool, Any]:
-    length = int.from_bytes(await stream.readexactly(_HEADER), "big")
-    return pickle.loads(await stream.readexactly(length))  # type: ignore[no-any-return]
-
-
 def _reason(code: int, errors: str) -> str:
     if code == -signal.SIGXCPU:
         return f"it used {CPU_SECONDS} s of CPU time"
@@ -185,8 +180,7 @@ class _Notes(list[Any]):
 
 
 def _send(stream: BinaryIO, frame: tuple[bool, Any]) -> None:
-    content = pickle.dumps(frame)
-    stream.write(len(content).to_bytes(_HEADER, "big") + content)
+    stream.write(framed(pickle.dumps(frame)))
     stream.flush()
 
 

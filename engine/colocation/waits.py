@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.planner import LOST_BUDGET_STEPS
+from engine.scheduling.offline import LOST_BUDGET_STEPS
 from predictor.budget import BudgetParams
 from predictor.features import BatchFeatures, LatencyPredictor, smallest_step
 from predictor.judge import MAX_AGE

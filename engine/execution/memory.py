@@ -15,7 +15,7 @@ from torch.nn import functional
 from engine.errors import ConfigError
 from engine.execution.offload import int4_bytes
 from engine.execution.plan import BLOCKS, INT4, NIBBLES, STORED
-from engine.limits import CHECKPOINT_TOKENS, UNITS_PER_BLOCK, Limits
+from engine.limits import SNAPSHOT_TOKENS, UNITS_PER_BLOCK, Limits
 from engine.machine.facts import available_memory as available_memory
 from engine.models.attention import HeadProjection
 from engine.models.byte_cells import slice_elements
@@ -29,9 +29,9 @@ from engine.models.weights import LayerWeights
 CPU_SHARE = 0.25
 CPU_LIMIT = 4 * 1024**3
 SWAP_SHARE, SWAP_LIMIT = 0.25, 16 * 1024**3
-CHECKPOINT_PART = 4
-"""1 / CHECKPOINT_PART is the maximum share of the cache memory (after the states of rows) for checkpoints."""
-HOST_CHECKPOINT_TOKENS = 4 * CHECKPOINT_TOKENS
+SNAPSHOT_PART = 4
+"""1 / SNAPSHOT_PART is the maximum share of the cache memory (after the states of rows) for snapshots."""
+HOST_CHECKPOINT_TOKENS = 4 * SNAPSHOT_TOKENS
 """Tokens of the host tier per state there; a returning chat needs only its last one or two."""
 LEAST_SLOTS = 4
 """Minimum number of slots; with fewer, the states of each prompt would evict those of the previous one."""
@@ -121,9 +121,9 @@ def host_units(host_bytes: int, bytes_per_unit: int) -> int:
 
 
 def useful_slots(limits: Limits, num_blocks: int) -> int:
-    """Return the number of checkpoints that are useful for these blocks: one per CHECKPOINT_TOKENS, and two per row, so
+    """Return the number of checkpoints that are useful for these blocks: one per SNAPSHOT_TOKENS, and two per row, so
     that the last checkpoint of a row does not evict those."""
-    return num_blocks * limits.block_size // CHECKPOINT_TOKENS + 2 * limits.max_num_seqs
+    return num_blocks * limits.block_size // SNAPSHOT_TOKENS + 2 * limits.max_num_seqs
 
 
 def swap_bytes(available: int) -> int:

@@ -32,8 +32,8 @@ class LaunchPlan:
         notes: Decisions that a user may not expect, one sentence each.
         cache_bytes: Device memory of the cache; possibly an estimate, like the units.
         scratch_blocks: Number of blocks that a step may run from hidden state.
-        state_slots: Number of checkpoints of recurrent state on the device.
-        host_state_slots: Number of checkpoints of recurrent state on the host.
+        state_slots: Number of snapshots of recurrent state on the device.
+        host_state_slots: Number of snapshots of recurrent state on the host.
         kernels: Implementation of steps on a CPU, once known.
         threads: Threads of a step on a CPU, once known.
         quantization: Of linear layers: "none", "int8", "int4", "fp8", or an element of STORED.

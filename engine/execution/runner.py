@@ -25,13 +25,13 @@ from engine.api import NEVER, TokenLogprobs
 from engine.arrays import Int32Array, IntArray
 from engine.errors import InvalidRequestError
 from engine.execution.host_memory import pinned
-from engine.execution.lane import DeviceStream, Mark
 from engine.execution.layout import chunk_array
 from engine.execution.masks import MAX_FORCED, PATIENCE, FinishMasks, RowMasks, StepMasks, masked
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import RowPools, StepPools, TakeHidden
 from engine.execution.rows import UNKNOWN, RowTable
 from engine.execution.sampler import LOGPROB_COLUMNS, DeviceSamples, SampleInput, sample
+from engine.execution.stream import DeviceStream, Mark
 from engine.forms import Grammar
 from engine.models.lora import Adapters, Delta, Site
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
@@ -90,14 +90,14 @@ def _swapped_units(batch: Sequence[CacheOperation], source: Tier, target: Tier) 
 
 
 class Device(CacheMover, Protocol):
-    """Backend-specific part of a runner: memory, and operations that run in order in `lane`.
+    """Backend-specific part of a runner: memory, and operations that run in order in `stream`.
 
     `pipeline_depth` is the number of steps whose tokens may be unknown to the host when the next step is launched.
     """
 
     rows: RowTable
     pool: UnitPool
-    lane: DeviceStream
+    stream: DeviceStream
     pipeline_depth: int
     adapters: Adapters
 
@@ -170,12 +170,12 @@ class Runner(Generic[DeviceT]):
 
     def lost(self) -> str | None:
         """Return, after a failed step, why the device cannot run further steps; None if it can."""
-        return (None if self.ranks is None else self.ranks.lost()) or self.device.lane.lost()
+        return (None if self.ranks is None else self.ranks.lost()) or self.device.stream.lost()
 
     def launch(self, output: SchedulerOutput) -> Collect:
         """Start one step; if the device takes no steps ahead, return when it has ended."""
         began, device = time.perf_counter(), self.device
-        with torch.inference_mode(), device.lane.use():
+        with torch.inference_mode(), device.stream.use():
             # Samples behind a wrong draft must not be stored after those of later steps.
             self._settle(all_but=0 if self._drafted else device.pipeline_depth)
             self._drafted = bool(output.drafts)
@@ -186,7 +186,7 @@ class Runner(Generic[DeviceT]):
             chunks = chunk_array(output.chunks)
             pools = self._pools.begin(chunks)
             samples = self._run(chunks, pools) if len(chunks) else None
-            arrived = device.lane.mark() if samples is None or pools is not None else samples.arrived
+            arrived = device.stream.mark() if samples is None or pools is not None else samples.arrived
             if self.ranks is not None:
                 self.ranks.end()
         return partial(self._collect, output.step_id, samples, pools, arrived, began)
@@ -234,7 +234,7 @@ class Runner(Generic[DeviceT]):
         generations = rows.generation[where]
         forced = self._write(where, ends, np.maximum(tokens, 0), allowed)
         read = None if logprobs is None else lambda: logprobs
-        return _Samples(where, ends, generations, tokens.astype(np.int32), self.device.lane.mark(), read, forced)
+        return _Samples(where, ends, generations, tokens.astype(np.int32), self.device.stream.mark(), read, forced)
 
     def _write(
         self, where: IntArray, ends: IntArray, tokens: IntArray, allowed: StepMasks | None
@@ -258,10 +258,10 @@ class Runner(Generic[DeviceT]):
         self._results.rotate(-1)
         if (wanted := sampled.logprobs) is not None:
             packed = results[self._rows.num_rows :][: wanted.packed.numel()].view(wanted.packed.shape)
-            self.device.lane.copy(wanted.packed, packed)
+            self.device.stream.copy(wanted.packed, packed)
             logprobs = partial(wanted.read, packed.numpy(), results[:count].numpy())
         fetched = results[:count]
-        arrived = self.device.lane.fetch(sampled.tokens, fetched)
+        arrived = self.device.stream.fetch(sampled.tokens, fetched)
         forced = self._write(where, ends, np.full(count, UNKNOWN), allowed)
         tokens, generations = fetched.numpy(), self._rows.generation[where]
         samples = _Samples(where, ends, generations, tokens, arrived, logprobs, forced)

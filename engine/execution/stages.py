@@ -97,7 +97,7 @@ class PipelineRunner:
             raise ValueError(f"layers {absent} are not loaded")
         pool, needed = self._device.pool, self._device.pool.bytes_of(keep, num_units)
         self._loaded.clear()  # loaded weights may occupy the memory of new units
-        with torch.inference_mode(), self._device.lane.use():
+        with torch.inference_mode(), self._device.stream.use():
             self._layers.give_up(sorted(set(range(self.num_layers)) - set(keep) - set(self._layers.absent)), needed)
             pool.relay(keep, num_units)
             self._device.keep(keep)
@@ -119,7 +119,7 @@ class PipelineRunner:
         pool, every, absent = self._device.pool, range(self.num_layers), self._layers.absent
         self.prepare_restore(num_units)
         self._device.beyond = None
-        with torch.inference_mode(), self._device.lane.use():
+        with torch.inference_mode(), self._device.stream.use():
             if pool.layers != every or pool.num_units != num_units:
                 pool.relay(every, num_units)
             for index in absent:
@@ -129,7 +129,7 @@ class PipelineRunner:
 
     def read_past(self, units: Sequence[int], layers: range) -> bytes:
         """Return K and V of whole units for layers held here. Raises ValueError for other layers."""
-        with torch.inference_mode(), self._device.lane.use():
+        with torch.inference_mode(), self._device.stream.use():
             past = self._device.pool.past(np.array(units, dtype=np.int64), layers)
             return bytes(_bytes_of(past))
 
@@ -139,7 +139,7 @@ class PipelineRunner:
             raise ValueError(f"{len(data)} bytes do not match {len(units)} units of {len(layers)} layers")
         pool = self._device.pool
         if data:
-            with torch.inference_mode(), self._device.lane.use():
+            with torch.inference_mode(), self._device.stream.use():
                 values = torch.frombuffer(bytearray(data), dtype=pool.slices.dtype)
                 pool.put_past(np.array(units, dtype=np.int64), layers, values)
 
@@ -164,12 +164,12 @@ class PipelineRunner:
         tokens[tokens < 0] = 0
         for step in _steps(link):
             try:
-                with torch.inference_mode(), device.lane.use():
+                with torch.inference_mode(), device.stream.use():
                     result, failure = _run(device, step), ""
             except Exception as error:  # the leader waits for an answer in any case
                 result, failure = torch.empty(0), str(error) or type(error).__name__
             _send(link, {"failure": failure, "parts": result.shape, "number": step.number}, [_bytes_of(result)])
-            if failure and (lost := device.lane.lost()) is not None:
+            if failure and (lost := device.stream.lost()) is not None:
                 raise StageError(f"the device is lost: {lost}")
         device.rows.num_blocks[:] = 0
 

@@ -31,8 +31,7 @@ from engine.machine.facts import Place, read_processor, share_out
 from engine.machine.processes import python_module
 from engine.process import frames
 from engine.process.client import EngineProcess, patience
-from engine.process.launcher import ProcessOptions
-from engine.process.supervisor import Child, ProcessEndpoint
+from engine.process.launcher import Child, ProcessEndpoint, ProcessOptions
 
 log = logging.getLogger("tidemill.fleet")
 

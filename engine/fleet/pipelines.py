@@ -14,8 +14,8 @@ from pathlib import Path
 from engine.api import DroppableLayers
 from engine.errors import EngineUnavailableError, TidemillError
 from engine.fleet.routing import Member
-from engine.process import orders
-from engine.process.orders import FOLLOWER, LEADER, WHOLE, Layers, Order, Part, Past
+from engine.process import frames
+from engine.process.frames import FOLLOWER, LEADER, WHOLE, Layers, Order, Part, Past
 from engine.process.requests import OpenRequest
 
 log = logging.getLogger("tidemill.fleet")
@@ -140,58 +140,58 @@ class Pipelines:
     async def _merge(self, pair: Pair) -> None:
         leader, follower = pair.leader.engine.regroup, pair.follower.engine.regroup
         mine, theirs = pair.kept
-        await pair.tell_both(orders.Hold(closes=False), orders.Hold(closes=True))
+        await pair.tell_both(frames.Hold(closes=False), frames.Hold(closes=True))
         await self._meet(pair)
-        led, followed = await pair.tell_both(orders.Stall(pair.num_units), orders.Detach())
+        led, followed = await pair.tell_both(frames.Stall(pair.num_units), frames.Detach())
         led = _each_unit_once(led)  # the leader's pasts keep their unit numbers, which are valid on both engines
         await pair.tell_both(
-            orders.Exchange((), _parts(led, theirs), _parts(followed, mine), first=True),
-            orders.Exchange(_parts(followed, theirs), _parts(followed, mine), _parts(led, theirs), first=False),
+            frames.Exchange((), _parts(led, theirs), _parts(followed, mine), first=True),
+            frames.Exchange(_parts(followed, theirs), _parts(followed, mine), _parts(led, theirs), first=False),
         )
         await pair.tell_both(
-            orders.Reform(mine, pair.num_units, schedules=True), orders.Reform(theirs, pair.num_units, schedules=False)
+            frames.Reform(mine, pair.num_units, schedules=True), frames.Reform(theirs, pair.num_units, schedules=False)
         )
         leader.join(follower.leave())
         placed = await pair.tell(pair.leader, _attach(leader.accepted(), _tokens(followed)))
         # The units of a leader's request that has ended may be in use again, so `placed` is written last.
-        await pair.tell_both(orders.WritePasts(placed), orders.WritePasts((*led, *placed)))
-        await pair.tell(pair.follower, orders.Go(FOLLOWER))
-        await pair.tell(pair.leader, orders.Go(LEADER, _ids((*led, *placed))))
+        await pair.tell_both(frames.WritePasts(placed), frames.WritePasts((*led, *placed)))
+        await pair.tell(pair.follower, frames.Go(FOLLOWER))
+        await pair.tell(pair.leader, frames.Go(LEADER, _ids((*led, *placed))))
 
     async def _prepare(self, pair: Pair) -> None:
         """Load the absent layers while the pipeline serves. If this fails, they are loaded during the pause."""
         try:
-            if not await pair.tell(pair.leader, orders.Retire(pair.num_fitting)):
-                await pair.tell_both(orders.Prepare(pair.num_fitting), orders.Prepare(pair.num_fitting))
+            if not await pair.tell(pair.leader, frames.Retire(pair.num_fitting)):
+                await pair.tell_both(frames.Prepare(pair.num_fitting), frames.Prepare(pair.num_fitting))
         except (TidemillError, TimeoutError) as error:
             log.warning("engines %d and %d: %s", *(member.number for member in pair.members), error or "no answer")
 
     async def _split(self, pair: Pair) -> None:
         leader, follower = pair.leader.engine.regroup, pair.follower.engine.regroup
         mine, theirs = pair.kept
-        await pair.tell(pair.leader, orders.Hold(closes=False))
-        await pair.tell_both(orders.Dissolve(), orders.Dissolve())
-        pasts = await pair.tell(pair.leader, orders.Detach())
+        await pair.tell(pair.leader, frames.Hold(closes=False))
+        await pair.tell_both(frames.Dissolve(), frames.Dissolve())
+        pasts = await pair.tell(pair.leader, frames.Detach())
         tokens = _tokens(pasts)
         leaving = _half(leader.accepted(), tokens)
         gone = [past for past in pasts if past.request_id in leaving]
         kept = [past for past in pasts if past.request_id not in leaving]
         await pair.tell_both(
-            orders.Exchange(_parts(kept, mine), _parts(gone, mine), _parts(kept, theirs), first=True),
-            orders.Exchange(_parts(gone, theirs), _parts(kept, theirs), _parts(gone, mine), first=False),
+            frames.Exchange(_parts(kept, mine), _parts(gone, mine), _parts(kept, theirs), first=True),
+            frames.Exchange(_parts(gone, theirs), _parts(kept, theirs), _parts(gone, mine), first=False),
         )
-        whole = (orders.Reform(None, _sizes(member).num_units, schedules=True) for member in pair.members)
+        whole = (frames.Reform(None, _sizes(member).num_units, schedules=True) for member in pair.members)
         await pair.tell_both(*whole)
         follower.join(leader.leave(leaving))
         placed = await pair.tell_both(_attach(leader.accepted(), tokens), _attach(follower.accepted(), tokens))
-        await pair.tell_both(*(orders.WritePasts(each) for each in placed))
-        await pair.tell_both(*(orders.Go(WHOLE, _ids(each)) for each in placed))
+        await pair.tell_both(*(frames.WritePasts(each) for each in placed))
+        await pair.tell_both(*(frames.Go(WHOLE, _ids(each)) for each in placed))
 
     async def _meet(self, pair: Pair) -> None:
         with tempfile.TemporaryDirectory(prefix="tidemill-", ignore_cleanup_errors=True) as folder:
             path = str(Path(folder) / "link")
-            await pair.tell(pair.leader, orders.Meet(path, listens=True))
-            await pair.tell(pair.follower, orders.Meet(path, listens=False))
+            await pair.tell(pair.leader, frames.Meet(path, listens=True))
+            await pair.tell(pair.follower, frames.Meet(path, listens=False))
 
     async def _break(self, pair: Pair) -> None:
         """Make both engines whole again."""
@@ -265,8 +265,8 @@ def _ids(pasts: Iterable[Past]) -> tuple[str, ...]:
     return tuple(past.request_id for past in pasts)
 
 
-def _attach(entries: Iterable[OpenRequest], tokens: Mapping[str, int]) -> orders.Attach:
-    return orders.Attach(tuple((entry.resumed(), tokens.get(entry.request.request_id, 0)) for entry in entries))
+def _attach(entries: Iterable[OpenRequest], tokens: Mapping[str, int]) -> frames.Attach:
+    return frames.Attach(tuple((entry.resumed(), tokens.get(entry.request.request_id, 0)) for entry in entries))
 
 
 def _half(entries: Sequence[OpenRequest], tokens: Mapping[str, int]) -> set[str]:

@@ -1,14 +1,14 @@
 """The planner coroutine: it computes the offline fill of step n+1 while step n runs (HyGen §4.3).
 
 If a step is shorter than the planning (a small model on a GPU), the requests of the last plan continue meanwhile. The
-plan itself comes from `engine.scheduling.planner`.
+plan itself comes from `engine.scheduling.offline`.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Generator
 
-from engine.scheduling.planner import OfflinePlan
+from engine.scheduling.offline import OfflinePlan
 
 log = logging.getLogger("tidemill.engine")
 

@@ -1,13 +1,27 @@
-"""A connection between two engine processes that carries whole messages of bytes, such as pasts and activations.
+"""The framing of messages between our processes: each message is preceded by its length in 8 bytes.
 
-Blocking, for threads. The transport (currently a socket) is hidden from users.
+`Link` is a blocking connection that carries whole messages, such as pasts and activations, between threads of two
+processes. The transport (currently a socket) is hidden from users. `framed` and `read_frame` are the same for asyncio.
 """
 
+import asyncio
 import contextlib
 import socket
 import struct
 
-_LENGTH = struct.Struct("<Q")
+HEADER = struct.Struct("<Q")
+"""Length of the message that follows, in bytes."""
+
+
+def framed(data: bytes) -> bytes:
+    """Return a message with its header."""
+    return HEADER.pack(len(data)) + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Return the next message. Raise asyncio.IncompleteReadError at the end of the stream, OSError if it is lost."""
+    (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+    return await reader.readexactly(length)
 
 
 class LinkLostError(Exception):
@@ -25,14 +39,14 @@ class Link:
         """Send a message. Raises LinkLostError."""
         view = memoryview(data).cast("B")
         try:
-            self._sock.sendall(_LENGTH.pack(len(view)))
+            self._sock.sendall(HEADER.pack(len(view)))
             self._sock.sendall(view)
         except OSError as error:
             raise LinkLostError(str(error)) from None
 
     def receive(self) -> bytearray:
         """Return the next message. Raises LinkLostError."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        (length,) = HEADER.unpack(self._read(HEADER.size))
         return self._read(length)
 
     def _read(self, length: int) -> bytearray:

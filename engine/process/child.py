@@ -34,11 +34,10 @@ from engine.machine.output import say
 from engine.machine.processes import serve_socket, settle
 from engine.panics import as_error
 from engine.process import frames
-from engine.process.causes import START, SYSTEM, is_of_system, start_error
-from engine.process.golden import HOUR, Golden, golden_file
+from engine.process.frames import Past
 from engine.process.link import Connection
-from engine.process.orders import WHOLE, Past
 from engine.process.stage import PipelineStage
+from engine.process.suspects import START, SYSTEM, is_of_system, start_error
 
 log = logging.getLogger("tidemill.engine")
 
@@ -55,8 +54,6 @@ LAST_WORDS_SECONDS = 0.1
 Plan = Callable[[frames.Planned], None]
 Prepare = Callable[[frames.Launch], frames.Planned]
 Build = Callable[[EngineConfig, Plan], Engine]
-FindGolden = Callable[[EngineConfig, str], Path | None]
-"""Returns the file with the canary's answers for the model in a folder, or None."""
 Work = Callable[[TidemillError | None], None]
 """Called when requests are prepared, with the error if that failed."""
 
@@ -100,20 +97,11 @@ def build(config: EngineConfig, planned: Plan) -> Engine:
     return built
 
 
-def find_golden(config: EngineConfig, folder: str) -> Path | None:
-    """Return the file of the canary's answers, in the folder of latency profiles; None if a file cannot be read."""
-    torch: Any = importlib.import_module("torch")
-    profiles: Path = importlib.import_module("engine.build").profile_folder(config)
-    with contextlib.suppress(OSError):
-        return golden_file(profiles, config, Path(folder), [torch.__version__])
-    return None
-
-
 def main(arguments: list[str]) -> None:
-    run(socket.socket(fileno=int(arguments[0])), build, prepare, find_golden)
+    run(socket.socket(fileno=int(arguments[0])), build, prepare)
 
 
-def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGolden) -> None:
+def run(sock: socket.socket, make: Build, prepare: Prepare) -> None:
     """Serve the engine that `make` builds until the gateway ends or sends `Shutdown`."""
     serve_socket(sock, _die)
     with contextlib.suppress(OSError):
@@ -122,11 +110,8 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
     reader = frames.engine_reader()
     launch, *early = _first_messages(sock, reader)
     assert isinstance(launch, frames.Launch)
-    folder = ""
 
-    def tell(planned: frames.Planned) -> None:
-        nonlocal folder
-        folder = planned.folder
+    def send_plan(planned: frames.Planned) -> None:
         sock.sendall(frames.encode(planned))
 
     logging.basicConfig(level=launch.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -136,7 +121,7 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
             sock.sendall(frames.encode(prepare(launch)))
             _begin, *early = early or _first_messages(sock, reader)
         settle()  # before step times are measured, as in service
-        engine = make(launch.config, tell)
+        engine = make(launch.config, send_plan)
         sock.sendall(frames.encode(frames.Built(engine.info)))
     except Exception as error:
         if not isinstance(error, TidemillError) and not is_of_system(error):
@@ -144,8 +129,7 @@ def run(sock: socket.socket, make: Build, prepare: Prepare, find_golden: FindGol
         sock.sendall(frames.encode(_not_started(error, start_error(error))))
         return
     settle()
-    file = find_golden(launch.config, folder)
-    server = EngineServer(engine, None if file is None else Golden(engine, file))
+    server = EngineServer(engine)
     if launch.recorder is not None:
         server.be_recorded(mmap.mmap(launch.recorder, flight.SIZE))
         os.close(launch.recorder)
@@ -175,10 +159,8 @@ def _die() -> None:
 class EngineServer:
     """Carries out the gateway's messages on an engine, and sends all outputs of a step in one message."""
 
-    def __init__(self, engine: Engine, golden: Golden | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._golden = golden
-        self._step_failed = asyncio.Event()
         self._connection: Connection[frames.ToEngine] | None = None
         self._outbox: list[RequestOutput] = []
         self._shutdown = asyncio.Event()
@@ -198,8 +180,6 @@ class EngineServer:
         connection = self._connection = await Connection.open(sock, reader, self.receive, lambda _fault: _die())
         try:
             await engine.start()
-            if self._golden is not None and (wrong := await self._golden.check()) is not None:
-                raise EngineStepError(f"The canary's answers have changed: {wrong}.")
         except BaseException as raised:
             error = as_error(raised)
             log.critical("the first step failed", exc_info=error)
@@ -211,25 +191,11 @@ class EngineServer:
         connection.send(frames.Started())
         for message in early:
             self.receive(message)
-        tasks = [asyncio.create_task(self._beat(), name="tidemill-pulse")]
-        if self._golden is not None:
-            tasks.append(asyncio.create_task(self._ask_again(self._golden), name="tidemill-canary"))
+        beat = asyncio.create_task(self._beat(), name="tidemill-pulse")
         await self._shutdown.wait()
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        beat.cancel()
+        await asyncio.wait([beat])
         await engine.stop()
-
-    async def _ask_again(self, golden: Golden) -> None:
-        """Run the canary every hour and after failed steps."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._step_failed.wait(), HOUR)
-            self._step_failed.clear()
-            wrong = await golden.check() if self._stage.role == WHOLE else None
-            if wrong is not None and not self._ending:  # an ending engine gives no valid answer
-                self._end("canary", f"the canary's answers have changed: {wrong}")
-                return
 
     async def _beat(self) -> None:
         while True:
@@ -266,12 +232,8 @@ class EngineServer:
 
     def be_recorded(self, memory: mmap.mmap) -> None:
         """Record every step in `memory`. The gateway saves the recording after a `StepFailed` message."""
-        self._recorder = FlightRecorder(memory, self._on_failed_step)
+        self._recorder = FlightRecorder(memory, lambda: self._send(frames.StepFailed()))
         self._engine.be_recorded(self._recorder)
-
-    def _on_failed_step(self) -> None:
-        self._send(frames.StepFailed())
-        self._step_failed.set()
 
     def _prepare(self, requests: Sequence[EngineRequest], work: Work) -> None:
         """Call `work` when the grammars of the requests are ready; at once if they have none."""

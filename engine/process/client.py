@@ -29,11 +29,10 @@ from engine.errors import EngineUnavailableError, InvalidRequestError
 from engine.flight import FAILED_STEP
 from engine.limits import QueueTime
 from engine.process import frames
-from engine.process.judge import DeathJudge, RestartPolicy
 from engine.process.launcher import Launcher, ProcessOptions
 from engine.process.life import RETRY_AFTER, ProcessLife
 from engine.process.link import GoneError, ProcessLink, Regrouping
-from engine.process.requests import OpenRequest, Requests, hand_over, take_over
+from engine.process.requests import DeathJudge, OpenRequest, Requests, RestartPolicy, hand_over, take_over
 from engine.process.totals import Figures
 from engine.stream import RequestStream
 from predictor.slo import SLO

@@ -2,10 +2,13 @@
 
 The module does no I/O: it converts bytes to messages and back. It uses no pickle: a frame can only hold the types
 defined here, and a frame that does not decode is an error. `docs/develop/process.md` shows the order of the messages.
+
+By orders (`Order`), two engine processes form a pipeline and dissolve it (KunServe §4). An order is sent when the
+previous one is done on either engine; only `Reset` may come at any time. Layers are a range (first, end). A request's
+"past" is its K and V. See docs/develop/process.md.
 """
 
-import struct
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,10 +25,128 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
 from engine.machine.facts import Place
-from engine.process.causes import START
-from engine.process.orders import Order, Past
+from engine.machine.link import HEADER, framed
+from engine.process.suspects import START
 
-HEADER = struct.Struct(">I")
+Layers = tuple[int, int]
+WHOLE, LEADER, FOLLOWER = "whole", "leader", "follower"
+"""The roles of an engine. The leader schedules the steps of a pipeline and computes its first layers."""
+
+
+class Past(NamedTuple):
+    """The K and V of a request's first `num_tokens` tokens, in `units` in the order of its block table."""
+
+    request_id: str
+    num_tokens: int
+    units: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """Some layers of a past. `units`: their units on the engine that holds them."""
+
+    request_id: str
+    units: tuple[int, ...]
+    layers: Layers
+
+
+class OrderBase(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Base of all orders."""
+
+
+class Hold(OrderBase, frozen=True):
+    """Run no step from the answer until `Go`."""
+
+    closes: bool  # also refuse new requests, because the engine becomes the follower
+
+
+class Meet(OrderBase, frozen=True):
+    """Connect to the other engine through the socket at `path`."""
+
+    path: str
+    listens: bool  # whether this engine listens; the other engine connects
+
+
+class Stall(OrderBase, frozen=True):
+    """Stop all requests with their pasts in place. The answer holds the pasts in the first `num_units` units.
+
+    Requests without such a past start over.
+    """
+
+    num_units: int
+
+
+class Detach(OrderBase, frozen=True):
+    """Remove all requests. The answer holds their pasts, which stay intact until `Reform`."""
+
+
+class Exchange(OrderBase, frozen=True):
+    """Exchange parts of pasts with the other engine."""
+
+    keeps: tuple[Part, ...]  # parts that move to other units of this engine
+    gives: tuple[Part, ...]  # parts to send to the other engine
+    gets: tuple[Part, ...]  # parts to receive
+    first: bool  # whether this engine sends before it receives
+
+
+class Reform(OrderBase, frozen=True):
+    """Resize the engine to some layers and units. Stopped requests keep their units."""
+
+    layers: Layers | None  # layers to keep; None: load all layers
+    num_units: int
+    schedules: bool  # whether the core of this engine allocates the units
+
+
+class Attach(OrderBase, frozen=True):
+    """Add requests in this order. The answer holds the units for their pasts."""
+
+    requests: tuple[tuple[EngineRequest, int], ...]  # with the tokens of the past to come; ignored for stopped requests
+
+
+class WritePasts(OrderBase, frozen=True):
+    """Write the exchanged parts of these pasts into their units, and discard the other parts."""
+
+    pasts: tuple[Past, ...]
+
+
+class Go(OrderBase, frozen=True):
+    """Run steps again."""
+
+    role: str
+    arrived: tuple[str, ...] = ()  # ids of requests whose past is complete
+
+
+class Retire(OrderBase, frozen=True):
+    """Make a running leader allocate only the first `num_units` units.
+
+    The answer comes once the other units are free, or after a timeout with the pasts that still use them.
+    """
+
+    num_units: int
+
+
+class Prepare(OrderBase, frozen=True):
+    """Load the absent layers into the memory behind the first `num_units` units, which is free, while steps run."""
+
+    num_units: int
+
+
+class Dissolve(OrderBase, frozen=True):
+    """Make a held leader end the pipeline, and make the follower wait for that."""
+
+
+class Reset(OrderBase, frozen=True):
+    """Become a whole engine again from any state, and compute the open requests again."""
+
+    num_units: int
+    known: tuple[str, ...]  # ids of the gateway's open requests; others are dropped
+    requests: tuple[EngineRequest, ...]  # requests to resume if they are not here
+
+
+Order = (
+    Hold | Meet | Stall | Detach | Exchange | Reform | Attach | WritePasts | Go | Retire | Prepare | Dissolve | Reset
+)  # fmt: skip
+
+
 MAX_FRAME = 1 << 28
 """Maximum bytes of a frame; far above the longest prompts that fit into one HTTP body."""
 
@@ -130,7 +251,7 @@ class NotStarted(Message, frozen=True):
     """The start failed, and the process ends. Sent in place of `Planned`, `Built` or `Started`."""
 
     error: ErrorInfo
-    cause: str = START  # a name in `engine.process.causes`
+    cause: str = START  # a name in `engine.process.suspects`
 
 
 class Outputs(Message, frozen=True):
@@ -169,7 +290,7 @@ class Parted(Message, frozen=True):
 
 
 class Dying(Message, frozen=True):
-    """The process is about to kill itself. `cause`: a name in `engine.process.causes`."""
+    """The process is about to kill itself. `cause`: a name in `engine.process.suspects`."""
 
     cause: str
     message: str
@@ -191,7 +312,7 @@ def encode(message: Message) -> bytes:
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME:
         raise FrameError(f"a message of {len(payload)} bytes")
-    return HEADER.pack(len(payload)) + payload
+    return framed(payload)
 
 
 class FrameReader(Generic[MessageT]):

@@ -11,12 +11,10 @@ from engine.errors import EngineUnavailableError
 from engine.loop.watchdog import StepWatch
 from engine.machine.activity import Activity
 from engine.process import frames
-from engine.process.causes import RENEWED, START, SYSTEM, Origin, is_of_system, origin_of, start_error
-from engine.process.judge import DeathJudge
-from engine.process.launcher import Launcher, ProcessOptions, end_now
+from engine.process.launcher import Launcher, ProcessEndpoint, ProcessOptions, end_now, reaped
 from engine.process.link import ProcessLink
-from engine.process.requests import Requests
-from engine.process.supervisor import ProcessEndpoint, reaped
+from engine.process.requests import DeathJudge, Requests
+from engine.process.suspects import RENEWED, START, SYSTEM, Origin, is_of_system, origin_of, start_error
 from engine.process.totals import Figures
 
 log = logging.getLogger("tidemill.engine")

@@ -15,10 +15,9 @@ from typing import Any, Generic, TypeVar, cast
 from engine.api import EngineRequest, FinishReason, LoadReport
 from engine.errors import EngineUnavailableError
 from engine.process import frames
-from engine.process.frames import FrameError, FrameReader, Message, encode
-from engine.process.orders import Order, Past, Reset
+from engine.process.frames import FrameError, FrameReader, Message, Order, Past, Reset, encode
+from engine.process.launcher import ProcessEndpoint
 from engine.process.requests import OpenRequest, OpenRequests, take_over
-from engine.process.supervisor import ProcessEndpoint
 from engine.process.suspects import Suspects
 
 MessageT = TypeVar("MessageT")

@@ -16,8 +16,8 @@ from engine.api import EngineRequest
 from engine.engine import Engine, OutputSink
 from engine.errors import EngineUnavailableError, TidemillError
 from engine.machine.link import Link, LinkLostError
-from engine.process import orders
-from engine.process.orders import FOLLOWER, LEADER, WHOLE, Order, Part, Past
+from engine.process import frames
+from engine.process.frames import FOLLOWER, LEADER, WHOLE, Order, Part, Past
 from engine.scheduling.moving import MovedRequest
 
 if TYPE_CHECKING:  # the tests run a stage without torch
@@ -74,7 +74,7 @@ class PipelineStage:
         It raises TidemillError if the order fails; after that only `Reset` is valid.
         """
         self._num_orders += 1
-        if isinstance(order, orders.Reset):
+        if isinstance(order, frames.Reset):
             self.close()  # unblocks calls that wait for the other engine
             known = set(order.known)
             for found in list(self._engine.moves.open_requests()):
@@ -106,34 +106,34 @@ class PipelineStage:
 
     async def _do(self, order: Order) -> tuple[Past, ...]:
         match order:
-            case orders.Hold(closes):
+            case frames.Hold(closes):
                 await self._hold(closes)
-            case orders.Meet(path, listens):
+            case frames.Meet(path, listens):
                 await self._meet(path, listens)
-            case orders.Stall(num_units):
+            case frames.Stall(num_units):
                 return self._stall(num_units)
-            case orders.Detach():
+            case frames.Detach():
                 return self._detach()
-            case orders.Exchange():
+            case frames.Exchange():
                 await self._engine.aside(self._exchange, order, self._needed_link())
-            case orders.Reform():
+            case frames.Reform():
                 await self._reform(order)
-            case orders.Attach(requests):
+            case frames.Attach(requests):
                 for request, _ in requests:
                     with suppress(TidemillError):  # its step then fails for this request only
                         await self._engine.prepare([request])
                 return tuple(self._attach(requests))
-            case orders.WritePasts(pasts):
+            case frames.WritePasts(pasts):
                 await self._engine.aside(self._write, pasts)
-            case orders.Go(role, arrived):
+            case frames.Go(role, arrived):
                 await self._go(role, arrived)
-            case orders.Retire(num_units):
+            case frames.Retire(num_units):
                 return await self._retire(num_units)
-            case orders.Prepare(num_units):
+            case frames.Prepare(num_units):
                 await asyncio.to_thread(self._runner.prepare_restore, num_units)
-            case orders.Dissolve():
+            case frames.Dissolve():
                 await self._dissolve()
-            case orders.Reset():
+            case frames.Reset():
                 await self._reset(order)
         return ()
 
@@ -183,7 +183,7 @@ class PipelineStage:
         return tuple(Past(name, *held) for name, held in found.items() if held is not None)
 
     def _detach(self) -> tuple[Past, ...]:
-        """Detach the gateway's requests. Canary requests stay and start over."""
+        """Detach the gateway's requests. Requests of the engine itself stay and start over."""
         engine, pasts = self._engine, []
         for found in sorted(engine.moves.open_requests(), key=lambda request: request.arrival):
             request_id = found.request_id
@@ -197,7 +197,7 @@ class PipelineStage:
                 pasts.append(Past(request_id, moved.num_tokens, units[:needed]))
         return tuple(pasts)
 
-    def _exchange(self, order: orders.Exchange, link: Link) -> None:
+    def _exchange(self, order: frames.Exchange, link: Link) -> None:
         self._staged = {}
         for part in order.keeps:
             self._stage(part, self._read(part))
@@ -218,7 +218,7 @@ class PipelineStage:
         for part in parts:
             link.send(self._read(part))
 
-    async def _reform(self, order: orders.Reform) -> None:
+    async def _reform(self, order: frames.Reform) -> None:
         engine = self._engine
         engine.moves.resize_cache(order.num_units if order.schedules else 0)
         if order.layers is None:
@@ -302,7 +302,7 @@ class PipelineStage:
         elif self.role == FOLLOWER:
             await self._ended.wait()
 
-    async def _reset(self, order: orders.Reset) -> None:
+    async def _reset(self, order: frames.Reset) -> None:
         engine, moves = self._engine, self._engine.moves
         if self.role == FOLLOWER:
             await self._ended.wait()

@@ -7,7 +7,7 @@ charge. `FairShare` uses no requests, clock or unit of service.
 
 `OnlineShare` keeps the counters of tenants with online requests. A request is charged when it first starts: for its
 missing prompt tokens and the mean output of recent answers. At its end the charge is corrected to the actual cost.
-`engine.scheduling.laxity` orders requests within a tenant.
+`engine.scheduling.urgency` orders requests within a tenant.
 """
 
 import math

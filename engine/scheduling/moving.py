@@ -1,7 +1,7 @@
 """Moves requests with their K and V between engines, and grows or shrinks the cache.
 
-The caller copies the memory, which takes time. An attached request gets its row and units at once but stays aside until
-its K and V have arrived (KunServe §4.2: the request stalls, others run).
+The caller copies the memory, which takes time. An attached request gets its row and units at once but stays quarantined
+until its K and V have arrived (KunServe §4.2: the request stalls, others run).
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ class Moves:
         A caller that copies the K and V must do so before any other request writes to these units.
         """
         assert not self._state.in_flight, "a step in flight may hold the request"
-        if self._requests[request_id].aside:
+        if self._requests[request_id].quarantined:
             self._recovery.forget(self._requests[request_id])
         request = self._requests.pop(request_id)
         has_past = request.status is RequestStatus.RUNNING and not request.starts_over
@@ -72,7 +72,7 @@ class Moves:
             request.times,
             request.num_cached_tokens,
             request.num_preemptions,
-            num_withheld=len(request.token_ids) - request.num_told if request.withholds else 0,
+            num_withheld=len(request.token_ids) - request.num_emitted if request.final_only else 0,
         )
         moved = MovedRequest(replace(request.spec, resumed=resumption), past)
         self._state.end(request)
@@ -80,7 +80,7 @@ class Moves:
         return moved
 
     def stall(self, request_id: str, num_units: int) -> tuple[int, tuple[int, ...]] | None:
-        """Set a running request aside, with its row and units, until `arrived`. No step may be in flight.
+        """Quarantine a running request, with its row and units, until `arrived`. No step may be in flight.
 
         Returns its computed tokens and their units. Returns None if it has none, or if they lie outside the first
         `num_units` units; the request then starts over.
@@ -94,8 +94,8 @@ class Moves:
             return None
         num_tokens = request.num_computed_tokens = request.num_confirmed_tokens
         remove_by_age(state.running[request.request_class], request)
-        request.aside = True
-        state.aside.add(request)
+        request.quarantined = True
+        state.quarantined.add(request)
         return num_tokens, self.units_of(request_id)[: UNITS_PER_BLOCK * -(-num_tokens // state.config.block_size)]
 
     def put_last(self, request_id: str) -> None:
@@ -103,13 +103,13 @@ class Moves:
         if self._requests[request_id].status is not RequestStatus.RUNNING:
             self.start_over(request_id)
             return
-        request, aside = self._requests[request_id], self._state.aside
-        aside.remove(request)
+        request, quarantined = self._requests[request_id], self._state.quarantined
+        quarantined.remove(request)
         request.arrival_order = next(self._state.arrivals)
-        aside.add(request)
+        quarantined.add(request)
 
     def attach(self, moved: MovedRequest) -> bool:
-        """Add a request of another engine behind all others, with a row and units, aside until `arrived`.
+        """Add a request of another engine behind all others, with a row and units, quarantined until `arrived`.
 
         Returns False if there is no room, it has no K and V, or it is offline; the request then waits and is
         recomputed.
@@ -126,15 +126,15 @@ class Moves:
         request.num_computed_tokens = request.num_confirmed_tokens = moved.num_tokens
         request.move_to(RequestStatus.RUNNING)
         request.row = state.free_rows.pop()
-        request.aside = True
-        state.aside.add(request)
+        request.quarantined = True
+        state.quarantined.add(request)
         return True
 
     def arrived(self, request_id: str) -> None:
         """Resume an attached or stalled request from the next step on, in which it is a new request."""
         if (request := self._requests.get(request_id)) is not None:
-            self._state.unwritten[request] = None
-            self._state.bring_back(request)
+            self._state.not_in_runner[request] = None
+            self._state.end_quarantine(request)
 
     def start_over(self, request_id: str) -> None:
         """Discard the computed tokens of a request and queue it again. No step may be in flight."""

@@ -4,20 +4,15 @@ Each policy is a pure function of the queue and a small context. `larry:0.5` set
 weight of a request that has missed its SLO, see `engine.scheduling.selection`.
 
 - `fcfs`: by arrival; the first request that does not fit stops admission;
-- `no-preempt`: by arrival; a request starts only if its prompt and all of its `max_tokens` fit beside the maximum size
-  of the running requests, so a shortage of memory never preempts a request;
 - `larry` (LARRY §4): by `α · waiting time − queue length · memory`, highest first; a request that does not fit is
   skipped. The paper prints a plus before the memory term, but its text and its results need the minus. Memory is a
   fraction of the pool, and time is in units of the TTFT objective, so α has no dimension. A request that has waited
   longer than the objective goes first;
-- `random` (Apt-Serve §3.2): a random order per seed, as a baseline;
 - `apt` (Apt-Serve §4): by arrival while memory lasts; then a knapsack over pending times chooses the requests to start,
   and those to run from hidden state if the model supports it;
 - `goodput` (ours): the same knapsack with one point for each request that can still meet the SLO;
 - `goodput-strict` (ours): late requests count almost nothing, and lose their memory to requests that can still meet the
-  SLO. More requests meet the SLO, but tail latencies are several times as long;
-- `srpt-oracle`: shortest remaining output first, by the true lengths, without preemption (TRAIL with perfect
-  predictions and c = 0). Only a simulator knows the true lengths: it passes them as `min_tokens`.
+  SLO. More requests meet the SLO, but tail latencies are several times as long.
 
 Policies know nothing of steps, unit locations or time limits.
 """
@@ -36,22 +31,14 @@ from engine.errors import ConfigError
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.fair_share import by_tenant
-from engine.scheduling.overdue import owes
 from engine.scheduling.selection import DEFAULT_TTFT, Pressure, select_apt, select_goodput
-from engine.scheduling.state import SchedulerState
-from engine.scheduling.victims import freed_units
-from engine.scheduling.waiting import FCFS, OnlinePolicy, QueueContext, Start, fcfs
+from engine.scheduling.state import FCFS, OnlinePolicy, SchedulerState
+from engine.scheduling.urgency import freed_units, owes
+from engine.scheduling.waiting import QueueContext, Start, fcfs
 
 DEFAULT_ALPHA = 1.0
 Choose = Callable[[Sequence[Request], Pressure], list[Start]]
 """Choose among waiting requests for the memory that there is."""
-
-
-def fits_whole(request: Request, context: QueueContext) -> bool:
-    """Return whether the request at its maximum length fits beside all running requests at theirs."""
-    # The K and V of an answer's last token are never computed, so it needs no room.
-    reserved = sum(context.units(running.max_total_tokens - 1) for running in context.running)
-    return reserved + context.units(request.max_total_tokens - 1) <= context.num_units
 
 
 def larry_score(request: Request, context: QueueContext, alpha: float) -> float:
@@ -71,33 +58,6 @@ def larry(waiting: Sequence[Request], context: QueueContext, *, alpha: float = D
     ]
     scored.sort()
     return [waiting[index] for _, index in scored]
-
-
-def shuffled(waiting: Sequence[Request], context: QueueContext) -> Sequence[Request]:
-    """Return a random order that depends only on the seed and the requests.
-
-    A waiting request keeps its random value.
-    """
-    return sorted(waiting, key=lambda request: _lot(context.seed, request.arrival_order))
-
-
-def shortest_remaining(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request]:
-    """Order by remaining output tokens, from `min_tokens` or, if it is 0, `max_tokens`."""
-    return sorted(waiting, key=_remaining)
-
-
-def _remaining(request: Request) -> int:
-    sampling = request.spec.sampling
-    return (sampling.min_tokens or sampling.max_tokens) - request.num_output_tokens
-
-
-def _lot(seed: int, order: int) -> int:
-    """Return a well-mixed 64-bit hash of (seed, order): splitmix64's finaliser."""
-    mask = 2**64 - 1
-    value = (order + 1 + (seed + 1) * 0x9E3779B97F4A7C15) & mask
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        value = ((value ^ (value >> shift)) * factor) & mask
-    return value ^ (value >> 31)
 
 
 def _is_young(request: Request, context: QueueContext) -> bool:
@@ -221,10 +181,7 @@ def _by_knapsack(select: Choose, *, late_last: bool = False) -> OnlinePolicy:
 
 ONLINE_POLICIES: dict[str, OnlinePolicy] = {
     "fcfs": FCFS,
-    "no-preempt": OnlinePolicy(fcfs, admits=fits_whole),
     "larry": OnlinePolicy(larry, scans_past=_is_young),
-    "random": OnlinePolicy(shuffled),
-    "srpt-oracle": OnlinePolicy(shortest_remaining),
     "apt": _by_knapsack(select_apt),
     "goodput": _by_knapsack(select_goodput),
     "goodput-strict": _by_knapsack(partial(select_goodput, tail=0.0), late_last=True),

@@ -22,8 +22,7 @@ from typing import NamedTuple
 from engine.api import EngineRequest, RequestClass, RequestTimes, SamplingParams
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.request import Request
-from engine.scheduling.in_flight import ReachedPoint
-from engine.scheduling.state import SchedulerState
+from engine.scheduling.state import ReachedPoint, SchedulerState
 
 LONE_FAILURES = 3
 LONE_WAITS = (2.0, 8.0)
@@ -148,7 +147,7 @@ RETRY_AFTER = 2.0
 
 
 class StepTurn(NamedTuple):
-    """Content of the next step: only `requests`, or with None all requests that are not aside.
+    """Content of the next step: only `requests`, or with None all requests that are not quarantined.
 
     `force`: preempt any request that is in the way.
     """
@@ -217,23 +216,23 @@ class FaultRecovery:
         if any(request.request_id == CANARY_ID for request, _ in step):
             return self._canary_failed(now)
         for request, _ in step:
-            if not request.aside:
-                self._state.set_aside(request)
+            if not request.quarantined:
+                self._state.quarantine(request)
         self._blame.failed({request.request_id: num_tokens for request, num_tokens in step})
         self._canary.ask(now)
         return []
 
     def suspect(self, place: ReachedPoint) -> None:
-        """Set a request aside that may have made a previous engine die.
+        """Quarantine a request that may have made a previous engine die.
 
         It is acquitted when `place.num_tokens` of its tokens are computed.
         """
-        self._state.set_aside(place.request)
+        self._state.quarantine(place.request)
         self._blame.suspect(place.request.request_id, place.num_tokens)
 
     def passed(self, step: Iterable[ReachedPoint]) -> None:
         """Record a completed step: bring back those of its requests that passed the position of their failure."""
-        reached = {request.request_id: num_tokens for request, num_tokens in step if request.aside}
+        reached = {request.request_id: num_tokens for request, num_tokens in step if request.quarantined}
         self._acquit(self._blame.passed(reached))
 
     def canary_ended(self, works: bool, now: float) -> list[Ending]:
@@ -251,7 +250,7 @@ class FaultRecovery:
         return [Ending(self._requests[guilty], EngineStepError(message))]
 
     def forget(self, request: Request) -> None:
-        """Forget a request that ended while it was aside."""
+        """Forget a request that ended while it was quarantined."""
         self._blame.forget(request.request_id)
 
     def _canary_failed(self, now: float) -> list[Ending]:
@@ -277,7 +276,7 @@ class FaultRecovery:
 
     def _acquit(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._state.bring_back(self._requests[request_id])
+            self._state.end_quarantine(self._requests[request_id])
 
     def _canary_request(self, now: float) -> Request:
         request = self._requests.get(CANARY_ID)
@@ -286,7 +285,7 @@ class FaultRecovery:
             request = Request(spec, RequestTimes(arrival=now), arrival_order=-1)
             self._requests[CANARY_ID] = request
             self._state.add_waiting(request)
-            self._state.set_aside(request)
+            self._state.quarantine(request)
         return request
 
 

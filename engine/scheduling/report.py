@@ -10,7 +10,7 @@ from dataclasses import asdict
 from engine.api import EngineStats, LoadReport, RequestClass
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
-from engine.scheduling.ledger import token_costs, usual_costs
+from engine.scheduling.objective import token_costs, usual_costs
 from engine.scheduling.state import SchedulerState
 
 LATE_PART = 0.25
@@ -22,11 +22,11 @@ def report_stats(state: SchedulerState) -> EngineStats:
     cache = state.cache
     pool, host = cache.device, cache.host
     waiting = {RequestClass.ONLINE: len(state.waiting_online), RequestClass.OFFLINE: len(state.waiting_offline)}
-    aside = Counter((r.request_class, r.status is RequestStatus.RUNNING) for r in state.aside)
-    slots = cache.checkpoints.pool, cache.checkpoints.host
+    quarantined = Counter((r.request_class, r.status is RequestStatus.RUNNING) for r in state.quarantined)
+    slots = cache.snapshots.pool, cache.snapshots.host
     return EngineStats(
-        running={c: len(state.running[c]) + aside[c, True] for c in RequestClass},
-        waiting={c: waiting[c] + aside[c, False] for c in RequestClass},
+        running={c: len(state.running[c]) + quarantined[c, True] for c in RequestClass},
+        waiting={c: waiting[c] + quarantined[c, False] for c in RequestClass},
         running_adapters=_adapters(state.running[RequestClass.ONLINE]),
         waiting_adapters=_adapters(state.waiting_online),
         units_total=pool.num_units,

@@ -1,21 +1,23 @@
-"""Applies a step's result to its requests: progress, new tokens and the end of a request.
+"""Applies a step's result to its requests: progress, new tokens, the end of a request; handles failed steps.
 
-A request that ended or was rewound while the step ran gets nothing. `engine.scheduling.failures` handles failed steps.
+A request that ended or was rewound while the step ran gets nothing. `StepFailures` rewinds the requests of a failed
+step and ends those at fault, which `engine.scheduling.recovery` finds.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs, quick_constructor
-from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
+from engine.errors import EngineUnavailableError, ErrorInfo, InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission
-from engine.scheduling.in_flight import InFlight
 from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN, Chunk, ModelRunnerOutput
-from engine.scheduling.recovery import FaultRecovery
-from engine.scheduling.state import SchedulerState
+from engine.scheduling.recovery import CANARY_ID, Ending, FaultRecovery
+from engine.scheduling.state import InFlight, SchedulerState
+from engine.scheduling.waiting import WaitingQueue
 
-TOLD_TOGETHER = 16
+EMITTED_TOGETHER = 16
 """Output tokens per group for an offline request whose client reads only the complete answer.
 
 Groups bound the tokens that must be computed again if this engine is lost.
@@ -50,14 +52,14 @@ class Results:
         request.move_to(RequestStatus.FINISHED)
         if self._state.speculation is not None:
             self._state.speculation.end(request, completed=reason in (FinishReason.STOP, FinishReason.LENGTH))
-        if request.aside:
+        if request.quarantined:
             self._recovery.forget(request)
         else:
             self._admission.note_end(request)
         del self._state.requests[request.request_id]
         request.times = request.times._replace(finished=now)
-        if request.withholds:
-            token_ids = request.tell()
+        if request.final_only:
+            token_ids = request.emit()
         return RequestOutput(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -111,9 +113,9 @@ class Results:
             else:
                 self._counters.count(chunk, spec)
             stops, size = spec.sampling.stop_token_ids, len(known)
-            if size < request.quiet_until and token not in stops:
+            if size < request.emit_after and token not in stops:
                 known.append(token)
-            elif request.withholds or size + 1 >= request.max_total_tokens or token in stops:
+            elif request.final_only or size + 1 >= request.max_total_tokens or token in stops:
                 outputs.append(self._append_token(request, token, None, now))
             else:
                 known.append(token)
@@ -266,7 +268,7 @@ class Results:
         if num_output >= sampling.max_tokens:
             return self.finish(request, FinishReason.LENGTH, now, (token,), logprobs)
         spec = request.spec
-        new = request.tell(TOLD_TOGETHER) if request.withholds else (token,)
+        new = request.emit(EMITTED_TOGETHER) if request.final_only else (token,)
         return _make_output(
             request_id=spec.request_id,
             token_ids=new,
@@ -309,3 +311,106 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Return one output for two outputs of a request in a step."""
     logprobs = None if second.logprobs is None else (*(first.logprobs or ()), *second.logprobs)
     return second._replace(token_ids=(*first.token_ids, *second.token_ids), logprobs=logprobs)
+
+
+MAX_QUIET_RECOVERIES = 2
+"""Attempts to restart a stalled engine before a request is ended with an error."""
+
+
+class StepFailures:
+    """Handle step failures and stalls.
+
+    Attributes:
+        undone_through: Steps up to this id were built on a failed step; their results and errors are ignored.
+    """
+
+    def __init__(self, state: SchedulerState, recovery: FaultRecovery, results: Results) -> None:
+        self.undone_through = -1
+        self._state = state
+        self._recovery = recovery
+        self._finish = results.finish
+
+    def passed(self, flight: InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
+        """Handle a completed step while suspects or the canary exist. Outputs of the canary are not passed on."""
+        self._recovery.passed(flight.reached())
+        for output in outputs:
+            if output.request_id != CANARY_ID:
+                yield output
+            elif output.finish_reason is not None:
+                works = output.finish_reason is not FinishReason.ERROR
+                yield from self._end(self._recovery.canary_ended(works, now), now)
+
+    def failed(self, flight: InFlight, now: float) -> Iterator[RequestOutput]:
+        """Rewind a failed step and the steps behind it. Yield the outputs of requests that end because of it."""
+        self._state.counters.failed_steps += 1
+        step = flight.reached()
+        self._rewind(flight)
+        yield from self._end(self._recovery.failed(step, now), now)
+
+    def clear_stall(self, now: float, attempt: int) -> list[RequestOutput]:
+        """Restart an engine that runs no step although requests wait: rebuild the queues and preempt requests.
+
+        Attempt 1 preempts offline requests and quarantined requests, attempt 2 online ones too. From attempt 3 on, the
+        oldest waiting online request ends with a retryable error, because it may block the others.
+        """
+        state = self._state
+        state.counters.stalls += attempt == 1
+        rebuild_queues(state)
+        classes = (RequestClass.OFFLINE,) if attempt == 1 else RequestClass
+        running = [request for request_class in classes for request in state.running[request_class]]
+        for request in [*running, *(r for r in state.quarantined if r.status is RequestStatus.RUNNING)]:
+            state.preempt(request, "stall", now)
+            state.cache.parked.forget(request)
+        if attempt <= MAX_QUIET_RECOVERIES or not state.waiting_online:
+            return []
+        error = EngineUnavailableError("The engine could not start this request.", retry_after=1.0)
+        return [self._finish(state.waiting_online[0], FinishReason.ERROR, now, error=error)]
+
+    def _end(self, endings: list[Ending], now: float) -> Iterator[RequestOutput]:
+        for request, error in endings:
+            yield self._finish(request, FinishReason.ERROR, now, error=error)
+
+    def _rewind(self, flight: InFlight) -> None:
+        """Undo a failed step and the steps in flight behind it, which were built on its tokens.
+
+        The runner may have applied only part of the deltas, so every affected row is released and written whole again.
+        """
+        undone = (flight, *self._state.in_flight)
+        self.undone_through = undone[-1].output.step_id
+        for each in undone:
+            for request in each.live():
+                self._restart(request)
+        failed = {each.output.step_id for each in undone}
+        self._state.cache.rewind(self._state.requests.values(), failed)
+        for each in undone:
+            self._state.released_rows.extend(each.output.released_rows)
+
+    def _restart(self, request: Request) -> None:
+        request.epoch += 1
+        request.num_placeholders = 0
+        if request.status is RequestStatus.RUNNING:
+            self._state.rewind(request)
+        else:
+            self._state.cache.parked.forget(request)
+
+
+def rebuild_queues(state: SchedulerState) -> None:
+    """Rebuild queues and rows from all unfinished requests."""
+    state.running = {request_class: [] for request_class in RequestClass}
+    state.waiting_online, state.waiting_offline = WaitingQueue(), state.make_offline_queue()
+    state.quarantined = WaitingQueue()
+    for request in sorted(state.requests.values(), key=lambda request: request.arrival_order):
+        if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
+            state.waiting_offline.adopt(request)
+        if request.status is RequestStatus.RUNNING:
+            if request.quarantined:
+                state.quarantined.add(request)
+            else:
+                state.running[request.request_class].append(request)
+        else:
+            state.add_waiting(request)
+    state.cache.recount(
+        chain(*state.running.values(), (r for r in state.quarantined if r.status is RequestStatus.RUNNING))
+    )
+    held = {request.row for group in (*state.running.values(), state.quarantined) for request in group}
+    state.free_rows = [row for row in range(state.config.max_num_seqs - 1, -1, -1) if row not in held]

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.request import Request
-from engine.scheduling.draft import StepDraft
-from engine.scheduling.ledger import StepLedger
+from engine.scheduling.objective import StepLedger
+from engine.scheduling.plan import StepPlan
 from engine.speculation.drafts import MAX_DRAFT, Drafts, Proposal
 from engine.speculation.trace import DraftTraces
 from predictor.features import BatchFeatures
@@ -51,12 +51,12 @@ class Speculation:
         self._fed: dict[str, int] = {}
         self._proposed: dict[str, Proposal] = {}
 
-    def add(self, draft: StepDraft, decodes: Sequence[Request], limit: float) -> None:
+    def add(self, step: StepPlan, decodes: Sequence[Request], limit: float) -> None:
         """Add drafts behind `decodes`, which are in the step, while the step is predicted to end within `limit` s."""
-        ledger = draft.ledger
+        ledger = step.ledger
         if ledger.model is None or not 0 < len(decodes) <= MAX_ROWS or ledger.seconds >= limit:
             return
-        rate = sum(bool(chunk.sample) for chunk in draft.chunks) / ledger.model.usual(ledger.features)
+        rate = sum(bool(chunk.sample) for chunk in step.chunks) / ledger.model.usual(ledger.features)
         usual, sure = ledger.model.usual_decodes, ledger.model.marginal_decodes
         least = rate * _seconds(usual, ledger, decodes[0], 1)
         for expected, request, proposal in sorted(self._candidates(decodes, least), key=lambda each: -each.expected):
@@ -65,7 +65,7 @@ class Speculation:
                 continue
             while count and ledger.seconds + _seconds(sure, ledger, request, count) > limit:
                 count -= 1
-            if count and (count := draft.add_guesses(request, proposal.tokens[:count])):
+            if count and (count := step.add_guesses(request, proposal.tokens[:count])):
                 self._proposed[request.request_id] = proposal.first(count)
 
     def is_promising(self, decodes: Sequence[Request]) -> bool:

@@ -1,30 +1,161 @@
-"""The state that steps are built from: queues, rows, units and limits. The core owns one instance per engine.
+"""The state that steps are built from: queues, rows, units, limits, steps in flight and counters.
 
-A `StepDraft` holds the state of a single step (HyGen §4.1, Algorithm 1). This module uses no asyncio, clock or tensor.
+The core owns one instance per engine. A `StepPlan` holds the state of a single step (HyGen §4.1, Algorithm 1). This
+module uses no asyncio, clock or tensor.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple, Protocol
 
-from engine.api import RequestClass
+from engine.api import EngineRequest, RequestClass
 from engine.cache.cache import Cache
 from engine.limits import UNITS_PER_BLOCK, QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
 from engine.scheduling.fair_share import OnlineShare
-from engine.scheduling.in_flight import Counters, InFlight
-from engine.scheduling.ledger import token_costs
-from engine.scheduling.objective import EASY_SHARE, StepObjective
-from engine.scheduling.offline_queue import OfflineQueue
-from engine.scheduling.waiting import OnlinePolicy, WaitingQueue, insert_by_age, remove_by_age
+from engine.scheduling.objective import EASY_SHARE, StepObjective, token_costs
+from engine.scheduling.output import Chunk, SchedulerOutput
+from engine.scheduling.queues import OfflineQueue
+from engine.scheduling.waiting import Order, QueueContext, Start, WaitingQueue, fcfs, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
 
-if TYPE_CHECKING:
-    from engine.scheduling.speculation import Speculation
+
+class ReachedPoint(NamedTuple):
+    """A request of a step, and the number of its tokens computed after the step."""
+
+    request: Request
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A scheduled step that has not been updated yet.
+
+    Attributes:
+        requests: Its requests in the order of its chunks.
+        epochs: Epochs of the requests when the step was scheduled; a rewound request has a newer one.
+        guesses: By index of a chunk that a draft added, the drafted token that the chunk computes.
+        known: Requests whose token from this step became known, and was emitted, while the step ran (forced tokens).
+    """
+
+    output: SchedulerOutput
+    requests: list[Request]
+    epochs: list[int]
+    guesses: dict[int, int] = field(default_factory=dict)
+    known: set[Request] = field(default_factory=set)
+
+    def live(self) -> list[Request]:
+        """Return the step's requests that have neither ended nor been rewound since."""
+        pairs = zip(self.requests, self.epochs, strict=True)
+        live = [r for r, epoch in pairs if r.status is not RequestStatus.FINISHED and r.epoch == epoch]
+        return list(dict.fromkeys(live)) if self.guesses else live
+
+    def reached(self) -> list[ReachedPoint]:
+        """Return the live requests with the number of their tokens computed after the step."""
+        live = set(self.live())
+        chunks = enumerate(zip(self.output.chunks, self.requests, strict=True))
+        return [
+            ReachedPoint(request, chunk.start + chunk.length)
+            for number, (chunk, request) in chunks
+            if request in live and number not in self.guesses
+        ]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters named as in `EngineStats`; they never decrease. Times in seconds."""
+
+    steps: int = 0
+    failed_steps: int = 0
+    stalls: int = 0
+    refused_requests: int = 0
+    step_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+    offline_prefill_tokens: int = 0
+    offline_decode_tokens: int = 0
+    probe_tokens: int = 0
+    predicted_seconds: float = 0.0
+    preemptions: dict[str, int] = field(default_factory=dict)
+    knapsack: dict[str, int] = field(default_factory=lambda: {"kv": 0, "compact": 0, "passed_over": 0})
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0
+    leftover_seconds: float = 0.0
+    leftover_used_seconds: float = 0.0
+
+    def count(self, chunk: Chunk, request: EngineRequest) -> None:
+        """Count a computed chunk of a request."""
+        if request.probe:
+            self.probe_tokens += chunk.length
+            return
+        is_offline = request.request_class is RequestClass.OFFLINE
+        if chunk.length == 1 and chunk.sample:
+            self.decode_tokens += 1
+            self.offline_decode_tokens += is_offline
+        else:
+            self.prefill_tokens += chunk.length
+            self.offline_prefill_tokens += chunk.length * is_offline
+
 
 MAX_BACK_OFF = 64.0
 """Longest time, in seconds, that a preempted offline request must wait before it starts beside online work."""
+
+
+Select = Callable[["SchedulerState", float], list[Start] | None]
+"""Takes the state and the time."""
+
+
+def _always(_request: Request, _context: QueueContext) -> bool:
+    return True
+
+
+def _never(_request: Request, _context: QueueContext) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class OnlinePolicy:
+    """One online policy.
+
+    Attributes:
+        order: Sort the waiting requests, given by arrival, best first.
+        admits: Whether a request may start now.
+        scans_past: Whether admission continues behind a request that could not start.
+        select: Choose the requests to start, and their representation, when memory is short; None: use `order`. Returns
+            None if memory suffices.
+        late_last: A running request that missed its TTFT objective loses its memory to those that can still meet it.
+        by_laxity: Prompts that can still meet the objective go first; while memory lasts they also start first.
+    """
+
+    order: Order
+    admits: Callable[[Request, QueueContext], bool] = _always
+    scans_past: Callable[[Request, QueueContext], bool] = _never
+    select: Select | None = None
+    late_last: bool = False
+    by_laxity: bool = False
+
+
+FCFS = OnlinePolicy(fcfs)
+
+
+class Drafter(Protocol):
+    """Source of drafted tokens; see `engine.scheduling.speculation.Speculation`."""
+
+    def add(self, step: Any, decodes: Sequence[Request], limit: float, /) -> None: ...
+
+    def is_promising(self, decodes: Sequence[Request], /) -> bool: ...
+
+    def judge(self, request: Request, accepted: int, /) -> None: ...
+
+    def end(self, request: Request, *, completed: bool) -> None: ...
+
+    def catch_up(self) -> bool: ...
 
 
 class SchedulerState:
@@ -37,8 +168,8 @@ class SchedulerState:
         arrivals: Source of arrival numbers.
         offline_share: Factor on the offline budget beside online work, 0 to 1 (set by the circuit breaker).
         strict_share: As EASY_SHARE, beside requests with a tighter TBT limit than the default (set by the keeper).
-        aside: Requests hidden from ordinary steps, waiting or running, by arrival; see `engine.scheduling.recovery`.
-        unwritten: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
+        quarantined: Requests hidden from ordinary steps, waiting or running, by arrival (`engine.scheduling.recovery`).
+        not_in_runner: Running requests whose rows the runner does not have yet (see `engine.scheduling.moving`).
         mean_prompt, mean_output: Moving averages of the tokens of online requests that ended.
         num_prompts, num_answers: Number of requests in these averages.
         speculation: Source of drafted tokens; None: no drafts.
@@ -71,8 +202,8 @@ class SchedulerState:
         self.online_share = OnlineShare(token_costs(model, config))
         self._offline_policy = offline_policy
         self.waiting_offline = self.make_offline_queue()
-        self.aside = WaitingQueue()
-        self.unwritten: dict[Request, None] = {}
+        self.quarantined = WaitingQueue()
+        self.not_in_runner: dict[Request, None] = {}
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self.released_rows: list[int] = []
         self.num_contested = 0
@@ -80,7 +211,7 @@ class SchedulerState:
         self.num_prompts = self.num_answers = 0
         self.queue_time = QueueTime.parse(config.max_queue_time)
         self.counters = Counters()
-        self.speculation: Speculation | None = None
+        self.speculation: Drafter | None = None
 
     def make_offline_queue(self) -> OfflineQueue:
         costs = token_costs(self.model, self.config)
@@ -146,13 +277,13 @@ class SchedulerState:
 
     def _queue_of(self, request: Request) -> WaitingQueue | OfflineQueue:
         """Return the queue of a waiting request."""
-        if request.aside:
-            return self.aside
+        if request.quarantined:
+            return self.quarantined
         return self.waiting_online if request.request_class is RequestClass.ONLINE else self.waiting_offline
 
     def start_running(self, request: Request) -> None:
-        """Move a waiting request to the running ones and give it a row. A request set aside stays aside."""
-        if not request.aside:
+        """Move a waiting request to the running ones and give it a row. A quarantined request stays so."""
+        if not request.quarantined:
             if request.request_class is RequestClass.ONLINE:
                 self.waiting_online.remove(request)
             else:
@@ -187,17 +318,17 @@ class SchedulerState:
         request.move_to(RequestStatus.PREEMPTED)
         self.add_waiting(request)
 
-    def set_aside(self, request: Request) -> None:
+    def quarantine(self, request: Request) -> None:
         """Hide a waiting request from ordinary steps."""
-        assert request.status is not RequestStatus.RUNNING and not request.aside
+        assert request.status is not RequestStatus.RUNNING and not request.quarantined
         self._queue_of(request).remove(request)
-        request.aside = True
+        request.quarantined = True
         self.add_waiting(request)
 
-    def bring_back(self, request: Request) -> None:
-        """Undo `set_aside`: return the waiting or running request to its queue, ordered by arrival."""
-        self.aside.remove(request)
-        request.aside = False
+    def end_quarantine(self, request: Request) -> None:
+        """Undo `quarantine`: return the waiting or running request to its queue, ordered by arrival."""
+        self.quarantined.remove(request)
+        request.quarantined = False
         if request.status is RequestStatus.RUNNING:
             insert_by_age(self.running[request.request_class], request)
         else:
@@ -205,13 +336,13 @@ class SchedulerState:
 
     def _leave_row(self, request: Request) -> None:
         """Free the row of a running request. Its units are deferred while a step in flight may use them."""
-        if request.aside:
-            self.aside.remove(request)
+        if request.quarantined:
+            self.quarantined.remove(request)
         else:
             remove_by_age(self.running[request.request_class], request)
         self.drop_guesses(request)
         self.cache.vacate(request)
-        self.unwritten.pop(request, None)
+        self.not_in_runner.pop(request, None)
         self.free_rows.append(request.row)
         self.released_rows.append(request.row)
         request.row = -1

@@ -1,4 +1,4 @@
-"""Waiting online requests in arrival order, with their constant properties in columns, and the form of a policy.
+"""Waiting online requests in arrival order, with their constant properties in columns, and the facts for a policy.
 
 Thousands may wait and a step takes milliseconds, so a step reads columns, which change only when the queue does.
 Requests that have run before change while they wait (a last token may arrive, parked blocks may be dropped), so these
@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from engine.arrays import BoolArray, FloatArray, IntArray
 from engine.cache.blocks import CacheKind
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
-
-if TYPE_CHECKING:  # a state holds a queue and a policy
-    from engine.scheduling.state import SchedulerState
 
 by_age = attrgetter("arrival_order")
 _WIDTH = 64
@@ -167,43 +164,8 @@ class Start(NamedTuple):
 
 
 Order = Callable[[Sequence[Request], QueueContext], Sequence[Request]]
-Select = Callable[["SchedulerState", float], list[Start] | None]
-"""Takes the state and the time."""
-
-
-def _always(_request: Request, _context: QueueContext) -> bool:
-    return True
-
-
-def _never(_request: Request, _context: QueueContext) -> bool:
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class OnlinePolicy:
-    """One online policy.
-
-    Attributes:
-        order: Sort the waiting requests, given by arrival, best first.
-        admits: Whether a request may start now.
-        scans_past: Whether admission continues behind a request that could not start.
-        select: Choose the requests to start, and their representation, when memory is short; None: use `order`. Returns
-            None if memory suffices.
-        late_last: A running request that missed its TTFT objective loses its memory to those that can still meet it.
-        by_laxity: Prompts that can still meet the objective go first; while memory lasts they also start first.
-    """
-
-    order: Order
-    admits: Callable[[Request, QueueContext], bool] = _always
-    scans_past: Callable[[Request, QueueContext], bool] = _never
-    select: Select | None = None
-    late_last: bool = False
-    by_laxity: bool = False
 
 
 def fcfs(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request]:
     """First come, first served. The queue is in arrival order, and a preempted request keeps its arrival time."""
     return waiting
-
-
-FCFS = OnlinePolicy(fcfs)

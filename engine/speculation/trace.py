@@ -1,5 +1,7 @@
 """Recorded outcomes of drafts, and drafts drawn from them: speculation on a virtual clock, which has no texts.
 
+A server records them for the replays of its budget search (`engine.colocation.replay`); the simulator reads the record.
+
 A trace counts drafts by source, and their outcomes by length, because longer drafts are accepted more often. It has no
 prices: a simulated scheduler decides by its own latency model which drafts to verify.
 """
@@ -27,16 +29,6 @@ MAX_LOOKS = 1 << 15
 RIGHT, WRONG = 0, 1
 """Tokens of drawn drafts. Every simulated step samples RIGHT."""
 _ORIGINS = "context", "job", "tenant"
-FREE_CHAT: dict[str, Any] = {
-    "looks": 1156,
-    "sources": [
-        ["context", 2, 34, [[2, 0, 6], [2, 1, 1], [2, 2, 3], [3, 0, 3], [3, 3, 1], [4, 0, 8], [4, 1, 4], [4, 2, 3],
-                            [4, 3, 1], [4, 4, 3]]],
-        ["context", 4, 8, [[2, 1, 1], [4, 0, 1], [4, 4, 3]]],
-        ["context", 8, 3, [[8, 1, 1], [8, 3, 1], [8, 4, 1]]],
-    ],
-}  # fmt: skip
-"""Outcomes of drafts in 60 chats at temperature 1 with the model of `benchmarks speculation`."""
 
 
 class Outcome(NamedTuple):
@@ -189,9 +181,3 @@ class TracedDrafts(Drafts):
 
     def finish(self, request_id: str, _completed: bool) -> None:
         self._jobs.pop(request_id, None)
-
-
-def free_chat() -> DraftTraces:
-    """Return the outcomes in free chat of the packaged model, for batch lines too, which may repeat each other."""
-    trace = DraftTrace.from_document(FREE_CHAT)
-    return DraftTraces(trace, trace)

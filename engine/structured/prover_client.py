@@ -5,12 +5,12 @@ import itertools
 import logging
 import os
 import socket
-import struct
 from contextlib import suppress
 
 import msgspec
 
 from engine.forms import Grammar
+from engine.machine.link import framed, read_frame
 from engine.machine.processes import python_module
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.proof import CancelProof, OutOfTime, Proof, ProofFault, ProofJob, ProofLimits, Refusal, Verdict
@@ -21,7 +21,6 @@ log = logging.getLogger("tidemill.engine")
 WALL_SECONDS = 180.0
 """Maximum wait for a verdict regardless of its CPU time limit; beyond it the machine is overloaded."""
 ONE_THREAD = {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_LENGTH = struct.Struct("<Q")
 _DECODE = msgspec.msgpack.Decoder(Proof | Refusal | OutOfTime | ProofFault).decode
 
 
@@ -86,15 +85,13 @@ class Prover:
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._writer is not None:
-            data = msgspec.msgpack.encode(message)
-            self._writer.write(_LENGTH.pack(len(data)) + data)
+            self._writer.write(framed(msgspec.msgpack.encode(message)))
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Dispatch verdicts until the process ends."""
         with suppress(OSError, asyncio.IncompleteReadError):
             while True:
-                (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                verdict = _DECODE(await reader.readexactly(length))
+                verdict = _DECODE(await read_frame(reader))
                 waiting = self._waiting.get(verdict.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(verdict)

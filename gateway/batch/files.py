@@ -6,7 +6,7 @@
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass
 from email.message import Message
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -491,6 +491,7 @@ class FileContent(Response):
         self._first = b""
         self._is_damaged = False
         headers = {"x-content-type-options": "nosniff"}
+        self._pieces: Generator[bytes, None, None]
         if file.purpose == "batch_output":  # of unknown length: error rows replace damaged rows
             self._pieces = intact_parts(descriptor, file.bytes, lambda: self._on_damage(file.id))
         else:
@@ -509,6 +510,9 @@ class FileContent(Response):
             self.close()
 
     def close(self) -> None:
+        """Close the file, and drop what was read ahead: `_pieces` refers back to this object, and a thread to it."""
+        self._pieces.close()
+        self._first = b""
         os.close(self._descriptor)
 
     async def _send(self, send: Send) -> None:
@@ -547,6 +551,6 @@ def _check_size(file: FileObject, descriptor: int) -> int:
     return size
 
 
-def _read_pieces(descriptor: int, size: int) -> Iterator[bytes]:
+def _read_pieces(descriptor: int, size: int) -> Generator[bytes, None, None]:
     for start in range(0, size, READ_BYTES):
         yield os.pread(descriptor, min(READ_BYTES, size - start), start)

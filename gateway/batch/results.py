@@ -11,7 +11,7 @@ thread.
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from secrets import token_hex
@@ -74,7 +74,9 @@ def _is_whole(row: bytes) -> bool:
         return False
 
 
-def intact_parts(descriptor: int, size: int, on_damage: Callable[[], None] = lambda: None) -> Iterator[bytes]:
+def intact_parts(
+    descriptor: int, size: int, on_damage: Callable[[], None] = lambda: None
+) -> Generator[bytes, None, None]:
     """Yield the content of a result file of `size` bytes, verified as it is read, in pieces of about READ_BYTES.
 
     An error row takes the place of each damaged row, and `on_damage` is called for it. Blocking. Raises OSError if the

@@ -25,45 +25,6 @@ _LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_P
 _LINK_URL = re.compile(r"(tcp|udp|sctp)://")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _NOUNS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-REMOVED: dict[str, str] = {
-    "--allowed-lora-dir": "name the adapters at start with --lora",
-    "--chunked-prefill": "leave it out: prompts always run in chunks",
-    "--block-size": "leave it out: a cache block is 16 tokens",
-    "--cpu-kernels": "use --kernels",
-    "--disk-dir": "use --swap-space for the cache of chats",
-    "--disk-space": "use --swap-space for the cache of chats",
-    "--engine-process": "leave it out: the engine always runs in a process of its own",
-    "--engine-spare": "leave it out: a spare process is kept where 2 GiB of memory are free",
-    "--fill-policy": "leave it out for serve; use it with tidemill simulate",
-    "--flight-tokens": "find the request by its id from tidemill replay FILE",
-    "--forced-tokens": "leave it out: forced tokens are always computed together",
-    "--hidden-cache": "use --overload hidden",
-    "--max-body-bytes": "leave it out: a request body may be 4 MiB; upload longer work as a batch file",
-    "--max-engine-deaths": "leave it out: the server ends after six engine deaths within ten minutes",
-    "--max-num-waiting": "use --max-queue-time",
-    "--max-restart-delay": "leave it out: an engine process is started again after at most 30 s",
-    "--offline-thinking-budget": "set thinking_token_budget in the request or batch line",
-    "--offload-dir": "set XDG_CACHE_HOME: weights stream from tidemill/offload in it",
-    "--offline-policy": "leave it out for serve; use it with tidemill simulate",
-    "--otlp-traces-endpoint": "set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT",
-    "--reserve": "batch lines that may miss their completion window go before other lines without it",
-    "doctor": "use tidemill serve --dry-run",
-    "--router": "leave it out: chats are routed by expected load (sal)",
-    "--seed": "set seed in the request",
-    "replay --model": "send the request again, alone, to a server that runs the model",
-}
-"""Flags and commands that the last release had, with their replacement: a command, `COMMAND --flag`, or `--flag` for a
-setting. A removed setting is refused as a flag, a variable and a key of the file."""
-
-REMOVED_VALUES = {("overload", "swap"): "use --swap-space with --overload recompute"} | {
-    ("kv_cache_dtype", value): "use int8" for value in ("fp8", "parked-int8", "preempted-int8", "running-int8")
-}
-"""Values that settings had in the last release, with their replacement."""
-
-
-def removal(word: str, shown: str = "") -> str | None:
-    """Return the error for a row of `REMOVED`, named `shown` in it, or None if there is no such row."""
-    return f"{shown or word} was removed: {REMOVED[word]}; see CHANGELOG" if word in REMOVED else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,8 +80,6 @@ class Flag:
 
     def _chosen(self, value: str, source: str) -> str:
         if self.choices and value not in self.choices:
-            if advice := REMOVED_VALUES.get((self.field, value)):
-                raise ConfigError(f"{source}: the value {value} was removed: {advice}; see CHANGELOG")
             raise ConfigError(f"{source} must be one of {', '.join(self.choices)}, not {value!r}")
         return value
 
@@ -258,10 +217,9 @@ def find_given(
     """Return the values that the user set, by field. The command line overrides the environment, it the file.
 
     `arguments` are the parsed arguments of a parser with `add_flags`. An empty variable counts as not set. Raise
-    ConfigError for a value of the wrong type, a removed setting, or an unknown key in the file.
+    ConfigError for a value of the wrong type or an unknown key in the file.
     """
     by_key = {flag.key: flag for flag in flags}
-    _refuse_removed(environment, file, file_name)
     unknown = sorted(file.keys() - by_key.keys())
     if unknown:
         meant = difflib.get_close_matches(unknown[0].replace("_", "-"), by_key, 1)
@@ -278,18 +236,6 @@ def find_given(
         elif key in file:
             values[flag.field] = FlagValue(flag.check(file[key], f"{file_name}: {key}"), file_name)
     return values
-
-
-def _refuse_removed(environment: Mapping[str, str], file: Mapping[str, Any], file_name: str) -> None:
-    for word in REMOVED:
-        if not word.startswith("--"):
-            continue
-        key = word.removeprefix("--")
-        variable = ENVIRONMENT_PREFIX + key.upper().replace("-", "_")
-        if environment.get(variable):
-            raise ConfigError(str(removal(word, variable)))
-        if key in file:
-            raise ConfigError(str(removal(word, f"--config {file_name}: {key}")))
 
 
 def _from_words(flag: Flag, words: Any, source: str, parse: Callable[[str, str], Any]) -> Any:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from gateway.commands.flags import Flag, add_flags, removal
+from gateway.commands.flags import Flag, add_flags
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("serve", ("serve", "pull", "profile", "replay", "fleet", "migrate", "keys")),
@@ -119,11 +119,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {text}\n")
 
     def _explain(self, message: str, word: str) -> str:
-        """Return the replacement of a removed word, else the most similar word, else a pointer to the help."""
-        command = str(self.prog).partition(" ")[2]
-        asked = "--" + word.removeprefix("--no-") if word.startswith("--no-") else word
-        if text := removal(f"{command} {asked}".strip(), word) or removal(asked, word):
-            return text
+        """Return the message with the most similar word, or with a pointer to the help."""
         if word == "--model" and any(action.dest == "model" for action in self._actions):
             return f"--model: the model is the first argument; run {self.prog} MODEL"
         if message.startswith("argument COMMAND"):

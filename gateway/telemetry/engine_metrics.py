@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.api import ColocationStats, EngineState, EngineStats, EngineView, Lane, PipelineStats, RequestClass
-from engine.process.causes import CAUSES
+from engine.process.suspects import CAUSES
 from predictor.slo import SLO
 
 PREEMPTION_CAUSES = ("late", "memory", "online", "stall", "step_failure", "tenant")
@@ -78,8 +78,8 @@ def _cache(stats: EngineStats) -> Iterator[Metric]:
     text = "Cache units in the host tier with prefixes not used by any request."
     yield gauge("host_units_cached", text, stats.host_units_cached)
     yield gauge("hidden_blocks", "Blocks stored as hidden state.", stats.hidden_blocks)
-    yield gauge("state_slots", "Slots for checkpoints of recurrent layers.", stats.state_slots_total)
-    yield gauge("state_slots_used", "Slots in use for checkpoints of recurrent layers.", stats.state_slots_used)
+    yield gauge("state_slots", "Slots for snapshots of recurrent layers.", stats.state_slots_total)
+    yield gauge("state_slots_used", "Slots in use for snapshots of recurrent layers.", stats.state_slots_used)
     moved = {name: stats.cache_units.get(name, 0) for name in ("swap_out", "swap_in", "restore")}
     yield totals("cache_units", "Cache units moved or restored, by operation.", "operation", moved)
     yield total("prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.", stats.prefix_queried_tokens)

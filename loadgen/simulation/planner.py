@@ -36,7 +36,7 @@ class Question:
 
     `seconds` of the traffic are used, the first half for the search unless `budget` (no search) is given.
     `evaluations`: replays that the search may make. `fill_policy`: tidemill or hygen. `offline_policy`: see
-    `engine.scheduling.job_queue`.
+    `engine.scheduling.queues`.
     """
 
     machine: Simulated

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
 from engine.scheduling.speculation import Speculation
 from engine.speculation.trace import TracedDrafts
@@ -22,6 +21,7 @@ from engine.virtual import Arrival, VirtualDriver, VirtualRecord, VirtualRun
 from loadgen.plan import FIRST_OFFLINE, PromptMaker, TokenIds, Windows
 from loadgen.simulation.device import Simulated
 from loadgen.simulation.gpu import SIMULATED_TOKEN
+from loadgen.simulation.policies import find_policy
 from loadgen.stats import nearest_rank
 from loadgen.traces import Content, Trace
 from loadgen.workloads import Workload

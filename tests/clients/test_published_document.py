@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import jsonschema_rs
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 DOCUMENT = os.environ.get("TIDEMILL_OPENAI_DOCUMENT", "")
@@ -152,6 +151,8 @@ def client(demo_url: str) -> Iterator[httpx.Client]:
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_requests_of_the_document(published: Published, client: httpx.Client, method: str, path: str) -> None:
     """Send requests that the document allows; drop refused optional fields until the request is served or refused."""
+    import schemathesis
+
     operation = schemathesis.openapi.from_dict(published.document)[path][method]
 
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])

@@ -83,7 +83,7 @@ class FakeRunner:
     `fail_steps`: step ids that raise RuntimeError, before any delta is applied (a later step must do without it);
     `fail_after_operations`: those that raise it when deltas and cache operations are done and chunks are not.
     `scratch_blocks`: the most distinct blocks of hidden state that a step's chunks may use; `host_units`: the host
-    tier. `state_slots`: of checkpoints of recurrent layers, which there are where it is more than 0, and on the host
+    tier. `state_slots`: of snapshots of recurrent layers, which there are where it is more than 0, and on the host
     `host_state_slots`. `window`: tokens that a token sees, itself included (0: all); blocks before those may be
     anybody's.
     `invalid(prefix)`: True for prefixes whose logits are NaN. `latency(output)`: seconds that a step claims to take.

@@ -5,7 +5,7 @@ from random import Random
 
 from engine.api import EngineRequest
 from engine.request import Request
-from engine.scheduling.draft import StepDraft
+from engine.scheduling.plan import StepPlan
 from engine.scheduling.speculation import Speculation
 
 WRONG, AWAITS = 0.3, 0.5
@@ -24,20 +24,18 @@ class Oracle(Speculation):
         self._answer, self._most, self._random = answer, most, Random(seed)
         self.judged: list[int] = []
 
-    def add(self, draft: StepDraft, decodes: Sequence[Request], limit: float) -> None:
+    def add(self, step: StepPlan, decodes: Sequence[Request], limit: float) -> None:
         for request in decodes:
             known, room = len(request.token_ids), request.max_total_tokens - len(request.token_ids) - 1
-            if draft.state.config.state_slots or request.cache_map.num_compact or request.num_computed_tokens != known:
+            if step.state.config.state_slots or request.cache_map.num_compact or request.num_computed_tokens != known:
                 continue
             if not self._is_eligible(request):
                 continue
             right = self._answer(request.spec)
-            count = min(
-                self._random.randint(0, self._most), room, draft.ledger.tokens_left, draft.ledger.sequences_left
-            )
+            count = min(self._random.randint(0, self._most), room, step.ledger.tokens_left, step.ledger.sequences_left)
             guesses = right[known - request.num_prompt_tokens :][:count]
             if guesses:
-                draft.add_guesses(request, [self._maybe(token) for token in guesses])
+                step.add_guesses(request, [self._maybe(token) for token in guesses])
 
     def is_promising(self, decodes: Sequence[Request]) -> bool:
         return self._random.random() < AWAITS

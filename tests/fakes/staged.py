@@ -33,7 +33,7 @@ class StagedFake(FakeRunner):
             len(keep) * UNIT_LAYER_BYTES
         )
         assert num_units <= most, "more units than there is memory for"
-        self.held = keep  # units keep what they hold of these layers
+        self.held = keep  # units keep their parts of these layers
         self._rows.clear()
         self._coming.clear()
 

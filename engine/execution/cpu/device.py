@@ -13,13 +13,13 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
-from engine.execution.lane import DeviceStream
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.pool import PoolOptions, UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import SLICES_PER_SCRATCH_BLOCK, RowTable, ScratchPlan, has_hidden
 from engine.execution.sampler import DeviceSamples
+from engine.execution.stream import DeviceStream
 from engine.limits import Limits
 from engine.models.attention import HeadProjection, manners_of
 from engine.models.decoder import Attend, Decoder
@@ -113,7 +113,7 @@ class PoolDevice:
 
     def __init__(self, pool: UnitPool, rows: RowTable) -> None:
         self.pool, self.rows, self.adapters = pool, rows, Adapters()
-        self.lane = DeviceStream(torch.device("cpu"))  # a no-op lane on any device: work uses the current stream
+        self.stream = DeviceStream(torch.device("cpu"))  # a no-op stream on any device: work uses the current stream
 
     def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
         """See Device."""

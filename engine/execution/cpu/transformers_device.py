@@ -45,7 +45,7 @@ class TransformersDevice(PoolDevice):
     """A Device for transformers models, without hidden state.
 
     `attention` creates the attention from the pool and its rows. `host_units` are units of the host tier. `state_slots`
-    and `host_state_slots` are checkpoints of recurrent layers on device and host; there are none if a layer cannot
+    and `host_state_slots` are snapshots of recurrent layers on device and host; there are none if a layer cannot
     continue from one.
     """
 

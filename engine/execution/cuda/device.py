@@ -1,7 +1,7 @@
 """CudaDevice: persistent device state, kernels, CUDA graphs by bucket, and tokens that stay on the device.
 
 `forward` turns a step into one upload and one graph replay, and returns at once. A step that decodes the rows of the
-last one again uploads changes of block tables only. Cache operations use the same lane, transfers of the host tier
+last one again uploads changes of block tables only. Cache operations use the same stream, transfers of the host tier
 others (`engine.execution.cuda.swap`). Steps that project hidden state, compute embeddings, or have both prompts and
 adapters run without a graph. With torch kernels, or Triton's interpreter, the class also runs on the CPU.
 """
@@ -27,13 +27,13 @@ from engine.execution.cuda.sampling import Sampling
 from engine.execution.cuda.shapes import Buckets, PaddedShape
 from engine.execution.cuda.stage import Stage
 from engine.execution.cuda.swap import Swapper
-from engine.execution.lane import DeviceStream
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import PoolOptions, UnitPool
 from engine.execution.pooling import TakeHidden
 from engine.execution.rows import RowTable, has_hidden
 from engine.execution.sampler import DeviceSamples
+from engine.execution.stream import DeviceStream
 from engine.limits import Limits
 from engine.models.lora import Adapters, Delta, Site
 from engine.models.sharding import SummedLinear
@@ -82,14 +82,14 @@ class CudaDevice:
     ) -> None:
         limits = replace(limits, max_num_batched_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs))
         device = weights.embedding.device
-        self.lane = DeviceStream(device)
+        self.stream = DeviceStream(device)
         self.rows = RowTable(limits, hidden=pool.get("scratch_blocks", 0) > 0)
         self.pool = UnitPool.of(spec, limits, weights.embedding, **pool)
         assert len(self.pool.slices) < 2**31, "table entries have 32 bits"
         self.tables = DeviceTables(self.rows, self.pool)
         self._forward = Forward(spec, weights, kernels, self.tables, self.pool, limits)
         self._projection = Projection(self._forward, self.pool, limits)
-        self._swapper = Swapper(self.pool, kernels, self.lane, out=DeviceStream(device), back=DeviceStream(device))
+        self._swapper = Swapper(self.pool, kernels, self.stream, out=DeviceStream(device), back=DeviceStream(device))
         second = long_from(spec.rope, limits.max_model_len)
         self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device, second)
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
@@ -97,8 +97,8 @@ class CudaDevice:
         self._kernels = kernels
         self.decoder = self._forward.decoder
         self.beyond: NextStage | None = None
-        self._stage = Stage(self._forward, self.lane, self._fill_and_upload, limits.max_num_batched_tokens)
-        self._graphs = Graphs(self._run, self.lane)
+        self._stage = Stage(self._forward, self.stream, self._fill_and_upload, limits.max_num_batched_tokens)
+        self._graphs = Graphs(self._run, self.stream)
         self._last: RepeatedStep | None = None
         self._divided = any(isinstance(layer.out, SummedLinear) for layer in weights.layers)
         self._slotted = SlottedAdapters(spec, limits.max_num_seqs, device, taken=adapted)
@@ -114,7 +114,7 @@ class CudaDevice:
 
     def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
         """See Device. Call it between two steps."""
-        with torch.inference_mode(), self.lane.use():
+        with torch.inference_mode(), self.stream.use():
             self.adapters.put(number, deltas)
 
     @property
@@ -284,10 +284,10 @@ class CudaDevice:
 
         Only while no row holds a request.
         """
-        with torch.inference_mode(), self.lane.use():
+        with torch.inference_mode(), self.stream.use():
             inputs = self._buffers.fill(self._buckets.exact(num_tokens, 0), decodes_first(_NO_CHUNKS), self.rows)
             self._run_padding(inputs, num_samples, _EVERYTHING)
-            self.lane.mark().synchronize()
+            self.stream.mark().synchronize()
 
     def _run_padding(
         self,
@@ -313,7 +313,7 @@ class CudaDevice:
         shape, none = self._buckets.exact(2, 1), np.zeros(0, dtype=np.int64)
         bits = np.full((1, -(-self._forward.logits.shape[1] // 32)), -1, dtype=np.int32)
         masks = StepMasks(np.zeros(1, dtype=np.int64), bits, np.zeros(1, dtype=np.int64), none)
-        with torch.inference_mode(), self.lane.use():
+        with torch.inference_mode(), self.stream.use():
             for params, masked in product(_WISHES, (None, masks)):
                 inputs, hidden = self._buffers.fill(shape, decodes_first(_NO_CHUNKS), self.rows), None
                 if self.pool.scratch_blocks:
@@ -331,7 +331,7 @@ class CudaDevice:
                 self.swap_out(pair)
                 self.swap_in(pair)
             self.pool.units[:2].zero_()
-            self.lane.mark().synchronize()
+            self.stream.mark().synchronize()
 
     def _capture(self) -> None:
         """Capture a graph for every bucket. Steps without a graph are slower.
@@ -339,7 +339,7 @@ class CudaDevice:
         Raises RuntimeError if one of several ranks cannot, because all need the same graphs.
         """
         empty, refused = decodes_first(_NO_CHUNKS), None
-        with torch.inference_mode(), self.lane.use():
+        with torch.inference_mode(), self.stream.use():
             for shape, adapted in self._captured():
                 inputs = self._buffers.fill(shape, empty, self.rows)
                 self._buffers.upload()
@@ -352,7 +352,7 @@ class CudaDevice:
                 # After a lack of memory, smaller graphs may still fit.
                 if refused and not isinstance(refused, torch.OutOfMemoryError):
                     break
-            self.lane.mark().synchronize()
+            self.stream.mark().synchronize()
         if refused:
             text = "captured %d of %d CUDA graphs; other steps are slow: %s"
             log.warning(text, self.num_graphs, self.num_shapes, refused)

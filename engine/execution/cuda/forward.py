@@ -19,10 +19,10 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cuda.buffers import StepInputs
-from engine.execution.lane import DeviceStream
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import Head
 from engine.execution.rows import RowTable
+from engine.execution.stream import DeviceStream
 from engine.limits import Limits
 from engine.models import torch_ops
 from engine.models.attention import Manner, PoolView, manners_of
@@ -269,9 +269,9 @@ class Graphs:
     `adapted`: with the LoRA adapters of its rows' slots, which needs graphs of their own.
     """
 
-    def __init__(self, forward: Callable[..., None], lane: DeviceStream) -> None:
+    def __init__(self, forward: Callable[..., None], stream: DeviceStream) -> None:
         self._forward = forward
-        self._lane = lane
+        self._stream = stream
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._inputs: list[StepInputs] = []
         self._pool: Any = None
@@ -282,15 +282,15 @@ class Graphs:
         The inputs must be on the device, contain only padding, and keep their addresses. CUDA calls of other threads
         do not end the capture.
         """
-        assert self._lane.stream is not None, "graphs need a CUDA device"
+        assert self._stream.stream is not None, "graphs need a CUDA device"
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         self._forward(inputs, adapted=adapted)
-        self._lane.stream.synchronize()
+        self._stream.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             how = "thread_local"
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._lane.stream, capture_error_mode=how):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream.stream, capture_error_mode=how):
                 self._forward(inputs, adapted=adapted)
         except RuntimeError as error:
             return error.with_traceback(None)

@@ -282,7 +282,7 @@ def probe(device: CudaDevice, spec: ModelSpec, limits: Limits) -> list[Tensor]:
     requests = _requests([*(each + _DECODES for each in pasts), past + chunk], spec.vocab_size, limits)
     bits = np.full((1, -(-spec.vocab_size // 32)), 0x5555_5555, dtype=np.int32)  # every second token
     masks = StepMasks(np.zeros(1, dtype=np.int64), bits, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    with torch.inference_mode(), device.lane.use():
+    with torch.inference_mode(), device.stream.use():
         _fill(device)
         if len(device.pool.host_units):
             device.swap_out(np.array([[1, 0], [2, 1]]))
@@ -303,7 +303,7 @@ def probe(device: CudaDevice, spec: ModelSpec, limits: Limits) -> list[Tensor]:
             tokens = requests[0].token_ids[: limits.block_size]
             device.rows.apply(SchedulerOutput(0, (), (requests[0]._replace(token_ids=tokens, entries=(entry,)),)))
             steps.append(device.forward(np.array([(0, len(tokens) - 1, 1, 1)]))[0].clone())
-        device.lane.mark().synchronize()
+        device.stream.mark().synchronize()
     return steps
 
 

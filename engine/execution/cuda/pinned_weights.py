@@ -1,6 +1,6 @@
 """Streamed layers in page-locked host memory, copied to two buffers on the device while steps compute.
 
-Copies run in their own lane. On the device, a copy waits for the kernels that read its buffer, and later kernels wait
+Copies run in their own stream. On the device, a copy waits for the kernels that read its buffer, and later kernels wait
 for the copy. The host waits for neither, so that a step is launched while the previous one runs.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.errors import ConfigError, first_line
 from engine.execution.host_memory import host_zeros
-from engine.execution.lane import DeviceStream, Mark
 from engine.execution.offload import BUFFERS
+from engine.execution.stream import DeviceStream, Mark
 
 _MEASURED = 16  # layers
 
@@ -24,7 +24,7 @@ class PinnedWeights:
 
     def __init__(self, size: int, count: int, device: torch.device) -> None:
         self._transfers = DeviceStream(device)
-        self._steps = partial(DeviceStream.current, device)  # the lane of the caller
+        self._steps = partial(DeviceStream.current, device)  # the stream of the caller
         try:
             self._host = [host_zeros(size, device) for _ in range(count)]
             self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]

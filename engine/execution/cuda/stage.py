@@ -15,24 +15,24 @@ from engine.arrays import IntArray
 from engine.execution.cuda.buffers import StepInputs, send
 from engine.execution.cuda.forward import Forward
 from engine.execution.host_memory import pinned
-from engine.execution.lane import DeviceStream, Mark
 from engine.execution.layout import Layout, decodes_first
 from engine.execution.pooling import TakeHidden
+from engine.execution.stream import DeviceStream, Mark
 
 if TYPE_CHECKING:
     from engine.execution.stages import NextStage
 
 
 class Stage:
-    """Stage of a `forward` that runs in `lane`.
+    """Stage of a `forward` that runs in `stream`.
 
     `fill` writes a step and sends it to the device. `max_tokens` is the maximum number of tokens of a step.
     """
 
     def __init__(
-        self, forward: Forward, lane: DeviceStream, fill: Callable[[Layout], StepInputs], max_tokens: int
+        self, forward: Forward, stream: DeviceStream, fill: Callable[[Layout], StepInputs], max_tokens: int
     ) -> None:
-        self._forward, self._lane, self._fill = forward, lane, fill
+        self._forward, self._stream, self._fill = forward, stream, fill
         self._weights, self._max_tokens = forward.decoder.weights, max_tokens
         self._in: Tensor | None = None
         self._out: Tensor | None = None
@@ -90,8 +90,8 @@ class Stage:
         else:
             torch.index_select(hidden, 0, torch.from_numpy(order), out=passing)
         found = self._weights.embedding.new_zeros((rows, hidden.shape[1]))
-        self._lane.copy(passing, found[: len(hidden)])
-        self._entered = self._lane.mark()
+        self._stream.copy(passing, found[: len(hidden)])
+        self._entered = self._stream.mark()
         return found
 
     def _leave(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -100,7 +100,7 @@ class Stage:
         at, left = 0, list[tuple[Tensor, Mark]]()
         for part in parts:
             passing = self._out[at : at + len(part)]
-            left.append((passing, self._lane.fetch(part, passing)))
+            left.append((passing, self._stream.fetch(part, passing)))
             at += len(part)
         for passing, mark in left:
             mark.synchronize()

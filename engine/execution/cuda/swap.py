@@ -1,13 +1,13 @@
 """Swaps between the pool and the host tier, concurrent with steps.
 
-Units pass through a staging area on the device. Outwards, the lane of the steps copies them to staging at the speed of
-device memory, and another lane copies them to the host. Their units may be reused once the copy to staging is enqueued;
-steps wait for the host link only if staging is full. Inwards, the transfer starts at once, concurrent with steps
-launched before, and the lane of the steps waits for its end. The link carries both directions concurrently, so each has
-its own lane and staging.
+Units pass through a staging area on the device. Outwards, the stream of the steps copies them to staging at the speed
+of device memory, and another stream copies them to the host. Their units may be reused once the copy to staging is
+enqueued; steps wait for the host link only if staging is full. Inwards, the transfer starts at once, concurrent with
+steps launched before, and the stream of the steps waits for its end. The link carries both directions concurrently, so
+each has its own stream and staging.
 
 A host unit is read only after its last write has arrived. It is written only after pending reads: outward copies wait
-for the lane of the steps, which has waited for inward transfers.
+for the stream of the steps, which has waited for inward transfers.
 """
 
 from collections import deque
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.execution.cuda.buffers import send
-from engine.execution.lane import DeviceStream, Mark
 from engine.execution.pool import UnitPool
+from engine.execution.stream import DeviceStream, Mark
 from engine.triton_kernels import Kernels
 
 STAGING_BYTES = 64 * 1024**2
@@ -28,7 +28,7 @@ STAGING_BYTES = 64 * 1024**2
 
 _HALVES = 2  # per direction: one is filled while the other is emptied
 _PARTS = 2 * _HALVES
-_MOST_MARKS = 64  # kept per lane; an older mark is replaced by the oldest one
+_MOST_MARKS = 64  # kept per stream; an older mark is replaced by the oldest one
 
 
 def staging_units(host_units: int, bytes_per_unit: int) -> int:
@@ -59,53 +59,53 @@ class _Written:
         self._count += 1
         self._transfers[units] = self._count
 
-    def awaited_in(self, lane: DeviceStream, units: IntArray) -> None:
-        """Make later work in `lane` wait until these units are written."""
+    def awaited_in(self, stream: DeviceStream, units: IntArray) -> None:
+        """Make later work in `stream` wait until these units are written."""
         newest = int(self._transfers[units].max())
         if newest:
-            lane.wait(self._marks[max(0, len(self._marks) - 1 - (self._count - newest))])
+            stream.wait(self._marks[max(0, len(self._marks) - 1 - (self._count - newest))])
 
 
 class Swapper:
     """Moves units between `pool` and its host units.
 
-    Steps run in `lane`, copies to the host in `out`, copies from the host in `back`.
+    Steps run in `stream`, copies to the host in `out`, copies from the host in `back`.
     """
 
     def __init__(
-        self, pool: UnitPool, kernels: Kernels, lane: DeviceStream, out: DeviceStream, back: DeviceStream
+        self, pool: UnitPool, kernels: Kernels, stream: DeviceStream, out: DeviceStream, back: DeviceStream
     ) -> None:
         self._pool, self._kernels = pool, kernels
-        self._lane, self._out, self._back = lane, out, back
+        self._stream, self._out, self._back = stream, out, back
         self._written = _Written(len(pool.host_units))
         count = staging_units(len(pool.host_units), pool.units[:1].nbytes)
         staging = pool.units.new_zeros((count, pool.units.shape[1])).chunk(_PARTS) if count else ()
-        halves = [_Half(units, lane.mark()) for units in staging]
+        halves = [_Half(units, stream.mark()) for units in staging]
         self._outwards, self._inwards = deque(halves[:_HALVES]), deque(halves[_HALVES:])
 
     def swap_out(self, pairs: IntArray) -> None:
-        """Copy device units to host units [n, 2]. Later work in `lane` may overwrite the device units."""
+        """Copy device units to host units [n, 2]. Later work in `stream` may overwrite the device units."""
         for half, part in _parts(pairs, self._outwards, host=1):
-            self._lane.wait(half.free)
+            self._stream.wait(half.free)
             staged = np.stack((part[:, 0], np.arange(len(part))), axis=1)
             self._kernels.unit_copy(self._pool.units, half.units, self._send(staged))
-            self._out.wait(self._lane.mark())
+            self._out.wait(self._stream.mark())
             for first, last, unit in self._runs(part[:, 1]):
                 self._out.copy(half.units[first:last], self._pool.host_units[unit : unit + last - first])
             half.free = self._out.mark()
             self._written.put(part[:, 1], half.free)
 
     def swap_in(self, pairs: IntArray) -> None:
-        """Copy host units to device units [n, 2]. Later work in `lane` reads the copies."""
+        """Copy host units to device units [n, 2]. Later work in `stream` reads the copies."""
         for half, part in _parts(pairs, self._inwards, host=0):
             self._back.wait(half.free)
             self._written.awaited_in(self._back, part[:, 0])
             for first, last, unit in self._runs(part[:, 0]):
                 self._back.copy(self._pool.host_units[unit : unit + last - first], half.units[first:last])
-            self._lane.wait(self._back.mark())
+            self._stream.wait(self._back.mark())
             staged = np.stack((np.arange(len(part)), part[:, 1]), axis=1)
             self._kernels.unit_copy(half.units, self._pool.units, self._send(staged))
-            half.free = self._lane.mark()
+            half.free = self._stream.mark()
 
     def _runs(self, units: IntArray) -> Iterator[tuple[int, int, int]]:
         """Yield (first, last, unit) for runs in ascending host units [n]: places [first, last) hold `unit`, `unit + 1`,

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.lane import DeviceStream, Mark
 from engine.execution.layout import RankStep, chunk_array, token_places
 from engine.execution.rows import RowTable
 from engine.execution.runner import CacheMover, run_operations
+from engine.execution.stream import DeviceStream, Mark
 
 Store = Any
 """torch.distributed.Store"""
@@ -130,7 +130,7 @@ class RankDevice(CacheMover, Protocol):
     """A device with a part of each layer; see `engine.execution.runner.Device`."""
 
     rows: RowTable
-    lane: DeviceStream
+    stream: DeviceStream
     pipeline_depth: int
 
     def join(self, share: Callable[[Tensor], None]) -> None:
@@ -153,7 +153,7 @@ class Follower:
     def run(self, step: RankStep) -> None:
         """Start one step; if the device takes no steps ahead, return when it has ended."""
         device, output = self._device, step.output
-        with torch.inference_mode(), device.lane.use():
+        with torch.inference_mode(), device.stream.use():
             while len(self._launched) > device.pipeline_depth:
                 self._launched.popleft().synchronize()
             device.rows.apply(output)
@@ -161,4 +161,4 @@ class Follower:
             if len(chunks := chunk_array(output.chunks)):
                 device.rows.tokens[token_places(chunks)] = np.frombuffer(step.token_ids, np.int32)
                 device.follow(chunks, whole=step.whole)
-            self._launched.append(device.lane.mark())
+            self._launched.append(device.stream.mark())

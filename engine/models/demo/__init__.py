@@ -1,1 +1,1 @@
-"""The packaged demo model `tidemill-demo`; `benchmarks/demo_training` makes its weights."""
+"""The packaged demo model `tidemill-demo` (README.md says how it was trained)."""

@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
 from engine.execution.host_memory import HugePages
 
-_ABI = 14
+_ABI = 15
 _ERROR_BYTES = 256
 
 
@@ -66,10 +66,6 @@ class Epilogue(enum.IntEnum):
     RELU = 4
     LOGITS = 5
     GEGLU = 6
-    RELU2 = 7
-    TIMES_SILU = 8
-    TIMES_GELU = 9
-    TIMES_GELU_TANH = 10
 
     @property
     def gates(self) -> bool:

@@ -5,12 +5,12 @@
 
 #include <stdint.h>
 
-#define TM_ABI 14
+#define TM_ABI 15
 
 enum tm_level : int32_t { TM_AVX2, TM_AVX512, TM_BF16, TM_AMX, TM_LEVELS };
 enum tm_type : int32_t { TM_FLOAT32, TM_FLOAT16, TM_BFLOAT16 };
 enum tm_kind : int32_t { TM_EMBED, TM_ANGLES, TM_NORM, TM_GATHER_NORM, TM_LINEAR, TM_ROPE_KV, TM_ATTEND, TM_MERGE, TM_BEST, TM_QUANTIZE, TM_GATHER, TM_KINDS };
-enum tm_epilogue : int32_t { TM_PLAIN, TM_SWIGLU, TM_GELU, TM_GELU_TANH, TM_RELU, TM_LOGITS, TM_GEGLU, TM_RELU2, TM_TIMES_SILU, TM_TIMES_GELU, TM_TIMES_GELU_TANH };
+enum tm_epilogue : int32_t { TM_PLAIN, TM_SWIGLU, TM_GELU, TM_GELU_TANH, TM_RELU, TM_LOGITS, TM_GEGLU };
 // How a linear layer computes with integers of 8 bits: not at all, by pairs of 16 bits (any level), by products of bytes.
 enum tm_int8 : int32_t { TM_NO_INT8, TM_WORDS, TM_BYTES };
 // Type of the pool's cells: that of the model, or integers of 8 bits with scales (cells.h).
@@ -38,19 +38,15 @@ struct tm_shape {
 //                the model's type -> out
 //   ANGLES       cosines, then sines of the step's positions, float [tokens][rotary_dim] -> out; by frequencies in `in`, float
 //                [rotary_dim / 2], times `scale`, if that is not NULL, else by those of the model
-//   NORM         residual += in (+ other first, if not NULL), times `scale` if that is not 0; out = norm(residual). in NULL: no
-//                addition; weight NULL: nothing but the addition. bias: layer norm
+//   NORM         residual += in (+ other first, if not NULL); out = norm(residual). in NULL: no addition. bias: layer norm
 //   GATHER_NORM  the same of the tokens that sample, residual left as it is
 //   GATHER       rows of `in` [tokens, n] that sample -> out [samples, n]
 //   LINEAR       in [rows, k] * packed weight [n, k] + bias -> out; see tm_epilogue. LOGITS, of rows that sample, writes
 //                float32, capped by `softcap`. SWIGLU, GEGLU: weight packed in halves, out
-//                [rows, n / 2]; GEGLU has GELU by tanh. RELU2 is squared. TIMES_*: outputs times the activation of what is in their places in
-//                `other`, rows like those of out, which they may be; if the layer in front wrote them there, of the same input,
-//                both run as one. Rows are padded to a multiple of 32 inputs, with zeros; on TM_AMX as many rows as make a
-//                multiple of 32 must be readable
+//                [rows, n / 2]; GEGLU has GELU by tanh. Rows are padded to a multiple of 32 inputs, with zeros; on TM_AMX
+//                as many rows as make a multiple of 32 must be readable
 //   ROPE_KV      norms (weight [heads + kv_heads, head_dim] or NULL) and rotates q and k of `out` in place by the angles in
-//                `in` (NULL: not at all), halves against each other, or with n & 1 pairs that lie side by side; with n & 2 it
-//                norms what it has rotated; writes k and v to the pool
+//                `in` (NULL: not at all), halves against each other; writes k and v to the pool
 //   ATTEND       q of in -> out [tokens, heads * value_dim]; n: a query sees itself and the n - 1 tokens before it, 0: all.
 //                `softcap` c, if not 0: a score s becomes c * tanh(s / c). `other`: sinks, float [heads], or NULL: a score of
 //                each head that takes part in the softmax and has no value. MERGE joins the parts of contexts that were

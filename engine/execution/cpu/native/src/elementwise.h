@@ -80,10 +80,9 @@ template <class T, class S> struct Rows {
                 const int64_t left = op.k - i;
                 Vec d = get(delta + i, left);
                 if (other) d = rounded_to<T>(add(d, get(other + i, left)));
-                if (op.scale != 0) d = rounded_to<T>(mul(d, set(op.scale)));
                 put<T>(sums + i, add(get(x + i, left), d), left);
             }
-            if (weight) norm_row(sums, out, weight, op.bias, op.k, op.eps, once);
+            norm_row(sums, out, weight, op.bias, op.k, op.eps, once);
         }
     }
 
@@ -101,40 +100,18 @@ template <class T, class S> struct Rows {
         }
     }
 
-    // The same of pairs that lie side by side: they are taken apart on the way.
-    static void rotate_pairs(S *x, const float *cos, const float *sin, int64_t half) {
-        constexpr int64_t W = Vec::W;
-        alignas(64) float pairs[2 * W] = {}, first[W], second[W];
-        for (int64_t i = 0; i < half; i += W) {
-            const int64_t left = half - i, elements = 2 * left;
-            store(pairs, get(x + 2 * i, elements));
-            if (elements > W) store(pairs + W, get(x + 2 * i + W, elements - W));
-            for (int64_t j = 0; j < W; j++) first[j] = pairs[2 * j], second[j] = pairs[2 * j + 1];
-            const Vec a = load(first), b = load(second), c = get(cos + i, left), s = get(sin + i, left);
-            store(first, fnma(b, s, rounded_to<T>(mul(a, c))));
-            store(second, fma(a, s, rounded_to<T>(mul(b, c))));
-            for (int64_t j = 0; j < W; j++) pairs[2 * j] = first[j], pairs[2 * j + 1] = second[j];
-            put<T>(x + 2 * i, load(pairs), elements);
-            if (elements > W) put<T>(x + 2 * i + W, load(pairs + W), elements - W);
-        }
-    }
-
     template <class C> static void rope_kv(const View &view, const tm_op &op, Span tokens) {
         const tm_shape &shape = *view.shape;
         const int64_t dim = shape.head_dim, half = op.in ? shape.rotary_dim / 2 : 0;
         const int64_t rotated = shape.heads + shape.kv_heads, layer = op.layer * shape.block_size;
-        const bool pairs = op.n & 1, in_front = op.weight && !(op.n & 2), behind = op.weight && !in_front;
         const Cells<C> cells(view);
         for (int64_t t = tokens.first; t < tokens.last; t++) {
             S *heads = row(op.out, t, op.out_stride);
             const float *cos = half ? (const float *)op.in + t * shape.rotary_dim : nullptr;
             for (int64_t h = 0; h < rotated; h++) {
                 S *x = heads + h * dim;
-                const auto norm_head = [&] { norm_row(x, x, (const float *)op.weight + h * dim, nullptr, dim, op.eps, shape.rounds_once != 0); };
-                if (in_front) norm_head();
-                if (half && pairs) rotate_pairs(x, cos, cos + half, half);
-                else if (half) rotate(x, cos, cos + half, half);
-                if (behind) norm_head();
+                if (op.weight) norm_row(x, x, (const float *)op.weight + h * dim, nullptr, dim, op.eps, shape.rounds_once != 0);
+                if (half) rotate(x, cos, cos + half, half);
             }
             const S *k = heads + shape.heads * dim, *v = k + shape.kv_heads * dim;
             cells.template write<T>(view.k_cells[t] + layer, k, dim);

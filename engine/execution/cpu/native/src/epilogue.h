@@ -12,17 +12,8 @@ template <class T, class S> struct Epilogue {
             case TM_GELU: return rounded_to<T>(gelu(x));
             case TM_GELU_TANH: return rounded_to<T>(gelu_tanh(x));
             case TM_RELU: return max(zero(), x);  // in this order NaN stays NaN
-            case TM_RELU2: return mul(max(zero(), x), max(zero(), x));
             default: return x;
         }
-    }
-
-    static bool multiplies(int32_t kind) { return kind >= TM_TIMES_SILU; }
-
-    // Output x of a place where another layer's output is `gate`.
-    static Vec times(Vec x, Vec gate, int32_t kind) {
-        const Vec a = kind == TM_TIMES_SILU ? silu(gate) : kind == TM_TIMES_GELU ? gelu(gate) : gelu_tanh(gate);
-        return mul(rounded_to<T>(a), x);
     }
 
     Vec output(const float *c, int64_t first, int64_t i) const {  // output `first` + i, `i` within the panel
@@ -35,11 +26,8 @@ template <class T, class S> struct Epilogue {
         if (op.halves) return store_halves(row, panel, c);
         const int64_t first = panel * PANEL;
         S *out = (S *)op.out + row * op.out_stride + first;
-        const S *gates = op.other ? (const S *)op.other + row * op.out_stride + first : nullptr;
         for (int64_t i = 0; i < PANEL && first + i < op.n; i += Vec::W) {
-            const int64_t left = op.n - first - i;
-            const Vec x = output(c, first, i);
-            put<T>(out + i, multiplies(op.epilogue) ? times(x, get(gates + i, left), op.epilogue) : activated(x, op.epilogue), left);
+            put<T>(out + i, activated(output(c, first, i), op.epilogue), op.n - first - i);
         }
     }
 

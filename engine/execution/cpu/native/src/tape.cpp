@@ -20,14 +20,6 @@ int64_t cache_bytes() {
     return bytes;
 }
 
-// Whether an operation writes what the next one activates, multiplies and overwrites: each chunk in its own places.
-bool is_gate(const tm_op &gate, const tm_op &op) {
-    return gate.kind == TM_LINEAR && op.kind == TM_LINEAR && gate.epilogue == TM_PLAIN && op.epilogue >= TM_TIMES_SILU &&
-           op.other == gate.out && op.out == gate.out && op.out_stride == gate.out_stride && op.in == gate.in &&
-           op.in_stride == gate.in_stride && op.n == gate.n && op.k == gate.k && op.sampled == gate.sampled && !op.halves &&
-           !gate.halves && !op.int8 && !gate.int8;
-}
-
 }  // namespace
 
 int64_t scratch_bytes(const tm_shape &s) {
@@ -65,7 +57,6 @@ Tape::Tape(const tm_shape &shape, const tm_op *ops, int64_t count, const Kernels
       ops_(ops, ops + count), kernels_(kernels), integers_{}, plan_(shape_) {
     for (int32_t int8 : {TM_WORDS, TM_BYTES})
         for (bool four : {false, true}) integers_[int8][four] = integers_of(shape.level, shape.type, int8, four);
-    for (int64_t i = 0; i < count; i++) gates_.push_back(i + 1 < count && is_gate(ops[i], ops[i + 1]));
     shape_.inverse_frequencies = inverse_frequencies_.data();
     if (shape.long_frequencies) shape_.long_frequencies = long_frequencies_.data();
 }
@@ -99,7 +90,6 @@ Job::Leave Tape::enter() {
 int64_t Tape::begin(int64_t part_op, int threads) {
     const int64_t op = first_ + part_op;
     threads_ = threads;
-    if (runs_with_next(op)) return 0;
     return chunks_of(ops_[size_t(op)], threads);
 }
 
@@ -148,9 +138,7 @@ void Tape::run(int64_t index, int64_t chunk, int thread) {
         case TM_GATHER_NORM: return kernels_.norm(view, op, rows_of(chunk, view.samples));
         case TM_ROPE_KV: return kernels_.cache[shape_.int8_cache == TM_INT8_CACHE].rope_kv(view, op, rows_of(chunk, view.tokens));
         case TM_MERGE: return kernels_.merge(view, op, rows_of(chunk, rows));
-        case TM_LINEAR:
-            if (index > 0 && runs_with_next(first_ + index - 1)) run_linear(ops_[size_t(first_ + index - 1)], chunk);
-            return run_linear(op, chunk);
+        case TM_LINEAR: return run_linear(op, chunk);
         case TM_ATTEND: return attend(op, chunk, thread);
         case TM_BEST: return take_best();
         case TM_QUANTIZE: return integers(op)->quantize(op, rows_of(chunk, rows));

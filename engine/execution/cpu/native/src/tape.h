@@ -48,7 +48,6 @@ private:
     Span rows_of(int64_t chunk, int64_t count) const;
     const Integers *integers(const tm_op &op) const { return integers_[op.int8][op.group > 0]; }
     void run_linear(const tm_op &op, int64_t chunk);
-    bool runs_with_next(int64_t op) const { return gates_[size_t(op)] && op + 1 < last_; }
     void attend(const tm_op &op, int64_t chunk, int thread);
     int64_t num_pieces(const tm_op &op) const { return int64_t(op.sampled ? plan_.sampled_pieces.size() : plan_.pieces.size()); }
     void take_best();
@@ -56,7 +55,6 @@ private:
     tm_shape shape_;
     std::vector<float> inverse_frequencies_, long_frequencies_;
     std::vector<tm_op> ops_;
-    std::vector<bool> gates_;  // whether an operation is run with the next one, chunk by chunk
     const Kernels &kernels_;
     const Integers *integers_[3][2];  // by tm_int8, for 8 bits and for 4
     Plan plan_;

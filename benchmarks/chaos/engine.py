@@ -1,0 +1,440 @@
+"""Faults of the engine process beside streams and a batch: one table of faults and promises.
+
+Each part has a server of its own. Answers are compared with those that the same server gave undisturbed.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from statistics import median
+
+import aiohttp
+
+from benchmarks.chaos import load
+from benchmarks.chaos import server as chaos_server
+from benchmarks.chaos.child import POISON
+from benchmarks.chaos.promises import Part, Promise, Scale, at_most, never, shown
+from benchmarks.chaos.server import Server, lag_within, read_lag
+from benchmarks.hostile import MAX_BYTES, Bomb, bombs
+
+WEIGHTS = {"kill": 12, "kill twice": 3, "hang": 2, "failing steps": 2, "hostile bodies": 3, "stop": 0.3}
+MEAN_REST, FAIL_SECONDS, POLL, DRAIN_SECONDS = 2.0, 4.0, 0.02, 900.0
+AT_ONCE = 16
+NOTICED = 0.3
+"""Seconds: a shorter gap in a stream is no pause."""
+WARM_SHARE = 0.2
+"""Share of a run before memory is compared."""
+INNOCENT, INNOCENT_TOKENS = 64, 200
+TENANTS = {"heavy-key": "heavy requests=8 queued=4000", "light-key": "light"}
+HEAVY_TOKENS, LIGHT_TOKENS = 48, 8
+
+
+class Saboteur:
+    """Faults of a server and their effects.
+
+    Attributes:
+        faults: Faults by name.
+        down: Spans in which no engine process could answer.
+        noticed: Seconds from each hung step until the server said so.
+        late_status: Times that /ready was still green 2 s into failing steps.
+        wrong: Hostile bodies that were not refused.
+        poison: How requests with the poison ended.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, server: Server, dice: random.Random) -> None:
+        self._session = session
+        self._pid_file = server.state / "engine.pid"
+        self._chaos = server.chaos
+        self._dice = dice
+        self.faults: Counter[str] = Counter()
+        self.down: list[tuple[float, float]] = []
+        self.noticed: list[float] = []
+        self.late_status = 0
+        self.wrong: Counter[str] = Counter()
+        self.poison: Counter[str] = Counter()
+
+    async def storm(self, seconds: float) -> None:
+        """The poison first, beside everything else, then every fault once, then random faults."""
+        until = time.monotonic() + seconds
+        acts: dict[str, Callable[[], Awaitable[None]]] = {
+            "kill": self._kill, "kill twice": self._kill_twice, "hang": self._hang, "stop": self._stop,
+            "failing steps": self._fail, "hostile bodies": self._send_some,
+        }  # fmt: skip
+        await self.send_poison()
+        once = self._dice.sample(list(WEIGHTS), len(WEIGHTS))
+        while once or time.monotonic() < until:
+            await asyncio.sleep(self._dice.expovariate(1 / MEAN_REST))
+            name = once.pop() if once else self._dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+            self.faults[name] += 1
+            await acts[name]()
+
+    async def kill_often(self, times: int, seconds: float) -> None:
+        """Spread evenly, each at a random moment; the next one never before the server is ready again."""
+        begin = time.monotonic()
+        for number in range(times):
+            due = begin + (number + self._dice.random()) * seconds / times
+            await asyncio.sleep(max(self._dice.uniform(0.0, 0.5), due - time.monotonic()))
+            self.faults["kill"] += 1
+            await self._kill()
+
+    async def hang_often(self, times: int) -> None:
+        for _ in range(times):
+            await asyncio.sleep(self._dice.expovariate(1 / MEAN_REST))
+            self.faults["hang"] += 1
+            await self._hang()
+
+    async def fail_for(self, seconds: float) -> None:
+        await asyncio.sleep(self._dice.uniform(1.0, 2.0))
+        self.faults["failing steps"] += 1
+        await self._fail(seconds)
+
+    async def send_poison(self) -> None:
+        """It kills whatever process computes it, until the server has found it out."""
+        self.faults["poison"] += 1
+        start = time.monotonic()
+        answer = await load.stream(self._session, POISON, 20)
+        await self._until_ready(start)
+        self.poison[str(answer.error)] += 1
+
+    async def send_bombs(self, chosen: list[Bomb], at_once: int) -> None:
+        """Send all bodies, `at_once` at a time."""
+        for first in range(0, len(chosen), at_once):
+            self.faults[f"bombs, {at_once} at once"] += len(chosen[first : first + at_once])
+            async with asyncio.TaskGroup() as group:
+                for bomb in chosen[first : first + at_once]:
+                    group.create_task(self._send(bomb))
+
+    async def _send_some(self) -> None:
+        await self.send_bombs(self._dice.sample(bombs(load.MODEL), AT_ONCE), AT_ONCE)
+
+    async def _send(self, bomb: Bomb) -> None:
+        body = await asyncio.to_thread(bomb.make, MAX_BYTES)
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.post(bomb.path, data=body, headers=headers) as response:
+                if response.status not in {*bomb.statuses, 429, 503}:
+                    self.wrong[f"{bomb.name}: {response.status}"] += 1
+        except aiohttp.ClientError:
+            return  # closed before it was read: refused as well
+
+    async def _end(self, number: int) -> None:
+        """Send the process that runs a signal until there is another one."""
+        before, another = self._pid_file.read_text(), self._another()
+        while not another():
+            with suppress(OSError, ValueError):  # it is gone, or there is none
+                os.kill(int(before), number)
+            await asyncio.sleep(POLL)
+
+    async def _until_ready(self, start: float, gone: Callable[[], bool] = lambda: True) -> None:
+        """Until the server is ready again, once `gone` says that it noticed."""
+        while not gone() or not await self._is_ready():  # noqa: ASYNC110 - a state of another process
+            await asyncio.sleep(POLL)
+        self.down.append((start, time.monotonic()))
+
+    async def _is_ready(self) -> bool:
+        async with self._session.get("/ready") as response:
+            return response.status == 200
+
+    def _another(self) -> Callable[[], bool]:
+        """Whether another process has been started since."""
+        before = self._pid_file.read_text()
+        return lambda: self._pid_file.exists() and self._pid_file.read_text() != before
+
+    async def _kill(self) -> None:
+        start = time.monotonic()
+        await self._end(signal.SIGKILL)
+        await self._until_ready(start)
+
+    async def _kill_twice(self) -> None:
+        """The second time while the next process starts, or soon after."""
+        start = time.monotonic()
+        await self._end(signal.SIGKILL)
+        await asyncio.sleep(self._dice.uniform(0.0, 5.0))
+        await self._end(signal.SIGKILL)
+        await self._until_ready(start)
+
+    async def _hang(self) -> None:
+        """A step that does not end: the watchdog of the process finds it."""
+        another, hang = self._another(), self._chaos / "hang"
+        hang.touch()
+        while hang.exists():  # noqa: ASYNC110 - a step takes it away
+            await asyncio.sleep(POLL)
+        start = time.monotonic()
+        while await self._is_ready() and not another():  # noqa: ASYNC110 - a state of another process
+            await asyncio.sleep(POLL)
+        self.noticed.append(time.monotonic() - start)
+        await self._until_ready(start, another)
+
+    async def _stop(self) -> None:
+        """A process that says nothing more: the gateway finds it."""
+        start = time.monotonic()
+        await self._end(signal.SIGSTOP)
+        await self._until_ready(start)
+
+    async def _fail(self, seconds: float = FAIL_SECONDS) -> None:
+        start = time.monotonic()
+        (self._chaos / "fail").touch()
+        await asyncio.sleep(2.0)
+        self.late_status += await self._is_ready()
+        await asyncio.sleep(max(0.0, seconds - 2.0))
+        (self._chaos / "fail").unlink()
+        await self._until_ready(start)
+
+
+def pauses(gaps: Sequence[tuple[float, float]], down: Sequence[tuple[float, float]]) -> list[float]:
+    """Of the gaps that a reader notices and that a fault touched: how long they were beyond the time without engine."""
+    found = []
+    for start, end in gaps:
+        without = sum(max(0.0, min(end, back) - max(start, gone)) for gone, back in down)
+        if end - start > NOTICED and without:
+            found.append(max(0.0, end - start - without))
+    return found
+
+
+@dataclass(slots=True)
+class Run:
+    """Results of the work. `down`: without an engine; `lag`: of the loop, before and after;
+    `own_lag`: but for its waits for a core."""
+
+    saboteur: Saboteur
+    outcome: load.Outcome = field(default_factory=load.Outcome)
+    lag: tuple[dict[float, float], dict[float, float]] = field(default_factory=lambda: ({}, {}))
+    own_lag: tuple[dict[float, float], dict[float, float]] = field(default_factory=lambda: ({}, {}))
+    memory: list[int] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    batch: str = ""
+
+
+async def _watch_memory(server: Server, seen: list[int]) -> None:
+    while True:
+        seen.append(await asyncio.to_thread(server.resident))
+        await asyncio.sleep(0.5)
+
+
+@asynccontextmanager
+async def watched(session: aiohttp.ClientSession, server: Server, run: Run) -> AsyncIterator[None]:
+    """Memory and the lateness of the loop during the block."""
+    before, own_before = await read_lag(session)
+    watching = asyncio.create_task(_watch_memory(server, run.memory))
+    try:
+        yield
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+    after, own_after = await read_lag(session)
+    run.lag, run.own_lag = (before, after), (own_before, own_after)
+
+
+async def beside_work(
+    server: Server, scale: Scale, lines: int, faults: Callable[[Saboteur], Awaitable[None]],
+    streams: int | None = None, tokens: int = load.STREAM_TOKENS,
+) -> Run:  # fmt: skip
+    """Streams, one answer after another, and a batch of so many lines while `faults` goes on; then what became of the
+    work. Answers are compared with those that the same server gave undisturbed."""
+    dice, streams = scale.dice(), scale.streams if streams is None else streams
+    prompts = load.make_prompts(dice, streams, 24)
+    line_prompts = load.make_prompts(dice, load.LINE_PROMPTS, 12)
+    async with server.session() as session:
+        run = Run(Saboteur(session, server, dice))
+        undisturbed = await asyncio.gather(*[load.stream(session, prompt, tokens) for prompt in prompts])
+        expected = [answer.tokens for answer in undisturbed]
+        texts = [await load.text_of(session, prompt) for prompt in line_prompts]
+        assert all(len(found) == tokens for found in expected), "undisturbed answers are not whole"
+        async with watched(session, server, run):
+            batch = await load.submit_batch(session, line_prompts, lines) if lines else None
+            done = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                for number in range(streams):
+                    group.create_task(load.keep_streaming(session, prompts, expected, number, done, run.outcome))
+                await faults(run.saboteur)
+                done.set()
+            if batch is not None:
+                state = await load.wait_batch(session, batch, time.monotonic() + DRAIN_SECONDS)
+                run.batch = state["status"]
+                await load.count_rows(session, state, texts, lines, run.outcome)
+        run.ended = list(chaos_server.endings(await chaos_server.read_metrics(session)))
+    return run
+
+
+def of_work(run: Run) -> list[Promise]:
+    """Nothing broken, nothing different, nothing lost or doubled."""
+    outcome, found = run.outcome, [shown("streams", str(run.outcome.streams))]
+    found += [never("broken streams", outcome.broken), never("streams with differing tokens", outcome.differing)]
+    if run.batch:
+        found += [shown(f"rows of the batch ({run.batch})", str(outcome.rows)), never("rows lost", outcome.lost)]
+        found += [never("rows doubled", outcome.doubled), never("rows failed", outcome.failed)]
+        found.append(never("rows with differing text", outcome.rows_differing))
+    return found
+
+
+def of_pauses(run: Run) -> list[Promise]:
+    found = pauses(run.outcome.gaps, run.saboteur.down) or [0.0]
+    without = [end - start for start, end in run.saboteur.down] or [0.0]
+    return [
+        shown("time without engine, median", median(without), "s"),
+        shown("time without engine, worst", max(without), "s"),
+        at_most("pause beyond it, median", median(found), 1.0, "s"),
+        at_most("pause beyond it, worst", max(found), 3.0, "s"),
+    ]
+
+
+def of_loop(run: Run) -> list[Promise]:
+    warm = run.memory[int(WARM_SHARE * len(run.memory))]
+    return [
+        shown("loop lag with its waits for a core, P99", 1e3 * lag_within(*run.lag, 0.99), "ms"),
+        shown("the same, worst", 1e3 * lag_within(*run.lag, 1.0), "ms"),
+        at_most("loop lag, P99 at most", 1e3 * lag_within(*run.own_lag, 0.99), 20.0, "ms"),
+        at_most("loop lag, worst at most", 1e3 * lag_within(*run.own_lag, 1.0), 50.0, "ms"),
+        at_most("memory of the server grew by", (max(run.memory) - warm) / 2**20, 256.0, "MiB"),
+    ]
+
+
+def report(run: Run) -> None:
+    print("  faults: " + ", ".join(f"{count} {name}" for name, count in run.saboteur.faults.items()))
+    print("  engine processes that ended: " + (", ".join(run.ended) or "none"))
+    if run.outcome.errors:
+        print(f"  streams that broke: {dict(run.outcome.errors)}")
+    if run.saboteur.wrong:
+        print(f"  bombs that were not refused: {dict(run.saboteur.wrong)}")
+
+
+# --- the table
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A part: a fault and its promises besides whole and equal answers. `lines`: of the batch."""
+
+    about: str
+    act: Callable[[Saboteur, Scale], Awaitable[None]]
+    promises: Callable[[Run], list[Promise]]
+    lines: int = 0
+    streams: int | None = None
+    tokens: int = load.STREAM_TOKENS
+
+    def part(self) -> Part:
+        """Return the part of `chaos`."""
+
+        async def run_part(scale: Scale) -> list[Promise]:
+            lines = scale.of(self.lines, 20) if self.lines else 0
+            with chaos_server.start() as server:
+                run = await beside_work(server, scale, lines, lambda s: self.act(s, scale), self.streams, self.tokens)
+            report(run)
+            return [*of_work(run), *self.promises(run)]
+
+        run_part.__doc__ = self.about
+        return run_part
+
+
+def of_bombs(run: Run) -> list[Promise]:
+    return [never("bombs not refused", run.saboteur.wrong.total())]
+
+
+def of_poison(run: Run) -> list[Promise]:
+    ends = run.saboteur.poison
+    return [never("poison not ended by engine_error", ends.total() - ends["engine_error"])]
+
+
+def of_status(run: Run) -> list[Promise]:
+    return [at_most("/ready green 2 s into failing steps", run.saboteur.late_status, 0, "times")]
+
+
+def of_hangs(run: Run) -> list[Promise]:
+    return [at_most("a hung step is found after, worst", max(run.saboteur.noticed), 3.0, "s")]
+
+
+async def send_all_bombs(saboteur: Saboteur, scale: Scale) -> None:
+    """Send bodies one after another, and then many at once."""
+    chosen = scale.some(bombs(load.MODEL), AT_ONCE)
+    for at_once in (1, AT_ONCE):
+        await saboteur.send_bombs(chosen, at_once)
+
+
+FAULTS = {
+    "kill": Fault(
+        "SIGKILLs of the engine process under streams and a batch",
+        lambda saboteur, scale: saboteur.kill_often(scale.of(200, 2), scale.seconds),
+        lambda run: [*of_pauses(run), *of_loop(run)],
+        lines=5000,
+    ),
+    "hang": Fault(
+        "steps that do not end",
+        lambda saboteur, scale: saboteur.hang_often(scale.of(20, 2)),
+        lambda run: [*of_hangs(run), *of_pauses(run)],
+        lines=500,
+    ),
+    "fail": Fault(
+        "every step fails for a minute",
+        lambda saboteur, scale: saboteur.fail_for(max(4.0, 60 * scale.whole)),
+        lambda run: [*of_status(run), of_pauses(run)[-1]],
+        lines=500,
+    ),
+    "poison": Fault(
+        "one request among many that kills every process which computes it",
+        lambda saboteur, _: saboteur.send_poison(),
+        of_poison,
+        streams=INNOCENT,
+        tokens=INNOCENT_TOKENS,
+    ),
+    "bombs": Fault(
+        "expensive bodies, one after another and many at once",
+        send_all_bombs,
+        lambda run: [*of_bombs(run), *of_loop(run)],
+    ),
+    "storm": Fault(
+        "every fault at random moments",
+        lambda saboteur, scale: saboteur.storm(scale.seconds),
+        lambda run: [*of_bombs(run), *of_poison(run), *of_status(run), *of_pauses(run), *of_loop(run)],
+        lines=1200,
+    ),
+}
+
+
+async def tenant(scale: Scale) -> list[Promise]:
+    """A tenant with a thousand requests waiting, its share limited by the key file, beside one with a chat."""
+    waiting, times = scale.of(1000, 50), scale.of(30, 5)
+    prompts = load.make_prompts(scale.dice(), 64, 24)
+    with chaos_server.start(keys=TENANTS) as server:
+        async with server.session("light-key") as light, server.session("heavy-key") as heavy:
+            await _first_tokens(light, prompts, 3)
+            alone = await _first_tokens(light, prompts, times)
+            flood = [asyncio.create_task(load.stream(heavy, prompts[i % 64], HEAVY_TOKENS)) for i in range(waiting)]
+            await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
+            beside = await _first_tokens(light, prompts, times)
+            left = sum(not task.done() for task in flood)
+            answers = await asyncio.gather(*flood)
+    return [
+        shown("heavy tenant's requests open meanwhile", f"{left} to {waiting}"),
+        never("broken streams of the heavy tenant", sum(answer.error is not None for answer in answers)),
+        shown("light tenant's TTFT alone, median", 1e3 * median(alone), "ms"),
+        at_most("beside the heavy one, median", 1e3 * median(beside), 2e3 * median(alone), "ms"),
+        shown("beside the heavy one, worst", 1e3 * max(beside), "ms"),
+    ]
+
+
+async def _first_tokens(session: aiohttp.ClientSession, prompts: Sequence[list[int]], times: int) -> list[float]:
+    """Seconds until the first token of one request after another, none of whose prompts is known."""
+    found = []
+    for number in range(times):
+        prompt = [400 - number % 60, *prompts[number % len(prompts)]]
+        found.append(await _timed(session, prompt))
+    return found
+
+
+async def _timed(session: aiohttp.ClientSession, prompt: list[int]) -> float:
+    """Seconds until the first token."""
+    start = time.monotonic()
+    return (await load.stream(session, prompt, LIGHT_TOKENS)).at[0] - start
+
+
+PARTS: dict[str, Part] = {
+    **{name: FAULTS[name].part() for name in ("kill", "hang", "fail", "poison", "bombs")}, "tenant": tenant,
+    "storm": FAULTS["storm"].part(),
+}  # fmt: skip
