@@ -99,14 +99,14 @@ class CountedJson:
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     work = Work()
     monkeypatch.setattr(json_text, "orjson", CountedJson(work))
-    read = chat._read
+    read = chat.read_form
 
-    def read_beside(context: Any, body: Any) -> Any:
+    def read_beside(body: Any, *arguments: Any, **options: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             work.inline_items.append(len(body.messages))
-        return read(context, body)
+        return read(body, *arguments, **options)
 
-    monkeypatch.setattr(chat, "_read", read_beside)
+    monkeypatch.setattr(chat, "read_form", read_beside)
     translate = messages.translate
 
     def translate_beside(*arguments: Any) -> Any:
