@@ -188,6 +188,7 @@ async def batches(
 Batches = tuple[Served, "anthropic.AsyncAnthropic", openai.AsyncOpenAI]
 
 
+@pytest.mark.slow
 async def test_a_large_message_batch(batches: Batches) -> None:
     """More bytes and more objects than other bodies may have; bad ones are errors of their rows or of the request."""
     import anthropic

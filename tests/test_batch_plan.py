@@ -34,6 +34,7 @@ from predictor.online import OnlineModel
 # ---- the range of an end
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.0, 1000.0), st.floats(0.0, 1e6)), min_size=1, max_size=60))
 def test_a_range_lies_ahead_and_meets_the_range_before(looks: list[tuple[float, float]]) -> None:

@@ -231,7 +231,7 @@ class BatchMachine(RuleBasedStateMachine):
             assert {f.id for f in files} == {f for f, owner in self.file_model.items() if owner == tenant}
 
 
-TestBatchMachine = BatchMachine.TestCase
+TestBatchMachine = pytest.mark.slow(BatchMachine.TestCase)
 TestBatchMachine.settings = settings(
     max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -221,6 +221,7 @@ def test_no_fsync_and_no_rename_is_for_nothing(recorded: Recorded, tmp_path: Pat
 # ---- faults of the disk
 
 
+@pytest.mark.slow
 async def test_a_fault_at_any_operation_pauses_and_goes_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The N-th operation fails, for every N of a whole batch, results included; nothing is lost, nothing is twice."""
     disk = FaultyDisk({})

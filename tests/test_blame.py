@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from driver import Driver, is_error, make_request
 from fakes.runner import FakeRunner, solo
 from faulty_runner import FaultyRunner, Work, poison
@@ -271,6 +272,7 @@ request_shape = st.tuples(
 )
 
 
+@pytest.mark.slow
 @fuzz(150, suppress_health_check=[HealthCheck.too_slow])
 @given(
     shapes=st.lists(request_shape, min_size=1, max_size=16),

@@ -119,6 +119,7 @@ def test_the_cache_takes_its_share_of_what_the_weights_leave(tmp_path: Path, mon
 # ---- threads
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_built(), reason="no native kernels here")
 @pytest.mark.parametrize(("threads", "watched"), [(None, True), (2, False), (1, False)])
 def test_threads_are_chosen_by_measuring_unless_they_are_said(

@@ -243,6 +243,7 @@ def shown(item: Any) -> tuple[str, Any]:
     return item.type, found[0].text if isinstance(found, list) else found
 
 
+@pytest.mark.slow
 async def test_calls_and_reasoning_in_all_three_apis(tmp_path: Path) -> None:
     """Streamed and not streamed."""
     async with scripted(tmp_path, THOUGHT + SAID + CALL) as served:
@@ -288,6 +289,7 @@ async def chat(served: Served, **fields: Any) -> tuple[dict[str, Any], str]:
     return answer.json()["choices"][0]["message"], prompt
 
 
+@pytest.mark.slow
 async def test_the_template_gets_history_as_it_wants_it(tmp_path: Path) -> None:
     """Reasoning as `thinking`, one call a message, and no text beside reasoning in a message with calls."""
     calls = [

@@ -145,6 +145,7 @@ def test_content_parts_are_joined_where_the_template_reads_strings() -> None:
     assert caught.value.param == "messages"
 
 
+@pytest.mark.slow
 def test_strings_become_parts_where_the_template_reads_parts(tmp_path: Path) -> None:
     template = "{% for m in messages %}{% for p in m.content %}{{ p['text'] + '|' }}{% endfor %}{% endfor %}"
     tokenizer = Tokenizer.load(folders.byte_level(tmp_path, template))
@@ -153,6 +154,7 @@ def test_strings_become_parts_where_the_template_reads_parts(tmp_path: Path) -> 
     assert tokenizer.decode(tokenizer.encode_chat(user(parts))) == "a|b|"
 
 
+@pytest.mark.slow
 def test_a_template_that_refuses_or_fails_is_a_bad_request(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="only user and assistant here, not tool") as caught:
         load("llama2").encode_chat([{"role": "tool", "content": "x"}])
@@ -174,6 +176,7 @@ def test_what_a_template_may_write_is_bounded(tmp_path: Path, monkeypatch: pytes
         tokenizer.encode_chat(user("x" * 11))
 
 
+@pytest.mark.slow
 def test_the_sandbox_holds(tmp_path: Path) -> None:
     template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     tokenizer = Tokenizer.load(folders.byte_level(tmp_path, template))
@@ -181,6 +184,7 @@ def test_the_sandbox_holds(tmp_path: Path) -> None:
         tokenizer.encode_chat(user("x"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -235,6 +239,7 @@ def test_strings_are_found_at_any_depth_in_linear_time() -> None:
     assert_linear(nested, 100)
 
 
+@pytest.mark.slow
 def test_the_mark_behind_an_answer_ends_it_unless_the_template_writes_another_end() -> None:
     tokenizer = Tokenizer.load(folders.folder("byte_level"))
     (start,), (end,) = tokenizer.encode("<|im_start|>"), tokenizer.encode("<|im_end|>")

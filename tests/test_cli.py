@@ -344,6 +344,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(
         assert re.search(rf"--port {port} is in use by .+ \(pid {os.getpid()}\); use another port", told)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_served_is_one_clear_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "has no config.json" in refused(capsys, "serve", str(tmp_path), "--port", "0")
     assert "cuda" in refused(capsys, "serve", "--port", "0", "--device", "cuda") or _has_cuda()
@@ -355,6 +356,7 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.mark.slow
 def test_serve_joins_the_parts_and_says_what_runs(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,7 @@ def three(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[RowSt
         store.close_now()
 
 
+@pytest.mark.slow
 def test_leases_are_those_of_the_model(three: list[RowStore]) -> None:
     loop = asyncio.new_event_loop()
     machine = type("Machine", (LeaseMachine,), {"stores": three, "loop": loop})

@@ -157,6 +157,7 @@ def test_cached_blocks_are_evicted_least_recently_used_first_and_offline_before_
     assert driver.finals["off2"].num_cached_tokens < 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "output"), [(40, 8), (100, 20), (20, 80)], ids=["short", "long", "growing"])
 def test_a_chat_hits_its_prefix_after_thousands_of_offline_blocks(depth: int, prompt: int, output: int) -> None:
     """Between the two turns more offline work wants to run than the pool holds, all the time."""

@@ -62,6 +62,7 @@ of_growing = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @of_growing
 def test_bodies(gateway: Gateway, post: JsonPost[Any], site: Site) -> None:
     """The last way to grow a field is the costliest: special tokens, items with all fields, schemas with all parts."""
@@ -116,6 +117,7 @@ def test_every_place_is_reached(gateway: Gateway) -> None:
 # Functions, as grammars of answers that call them
 
 
+@pytest.mark.slow
 @for_each(("schema", "required"), [("everything", False), *((schema, True) for schema in grown_schemas(1))])
 @pytest.mark.parametrize("name", FORMATS)
 def test_functions(name: str, schema: str, required: bool) -> None:

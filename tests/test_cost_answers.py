@@ -172,6 +172,7 @@ def test_grammars(preparing: Preparing, kind: GrammarKind, atom: str) -> None:
     assert cpu_fault(make, 1000, 0.03) is None  # threads and processes start: small figures scatter
 
 
+@pytest.mark.slow
 def test_a_grammar_of_new_lines_is_refused_in_time(preparing: Preparing) -> None:
     """The library's conversion takes quadratic time. The prover ends it, and the engine has no work with it."""
     errors: list[InvalidRequestError | None] = []

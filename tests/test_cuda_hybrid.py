@@ -27,6 +27,7 @@ from engine.scheduling.output import Chunk, ReplacedEntry, SchedulerOutput
 from engine.triton_kernels import twins
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "policy", "depth"), [(case, policy, 1 - depth) for case, policy, depth in HYBRID_RUNS]
 )
@@ -223,6 +224,7 @@ def test_staging_is_bounded_and_there_only_with_a_host_tier() -> None:
     assert swap.staging_units(1000, 2**30) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hurry", [None, 0.0, 0.4, 0.9], ids=["at once", "last", "slow", "fast"])
 def test_long_requests_go_out_and_come_back_by_preemption(hurry: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """First come, first served, without hidden state: the host tier alone, as with --swap-space. Tokens are the same

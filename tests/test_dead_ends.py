@@ -112,6 +112,7 @@ def larger(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return objects | arrays | st.fixed_dictionaries({"anyOf": st.lists(parts, min_size=1, max_size=2)})
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.recursive(LEAVES, larger, max_leaves=5))
 def test_a_schema_is_refused_at_once_or_every_answer_can_end(schema: Any) -> None:

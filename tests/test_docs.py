@@ -7,6 +7,7 @@ import sys
 from datetime import date
 from pathlib import Path
 
+import pytest
 from support.tables import for_each
 
 from benchmarks import result_tables
@@ -58,6 +59,7 @@ def test_every_page_is_reached_from_the_index() -> None:
     assert sorted(re.findall(r"^ +- (\S+\.md)$", site, re.MULTILINE)) == sorted(pages | {"index.md"})
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     """A link or an anchor that leads nowhere aborts the build."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs")

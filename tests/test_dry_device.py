@@ -192,6 +192,7 @@ def test_no_step_waits_for_the_device_or_the_compiler(name: str) -> None:
             assert copies == (1, 1 + ("logprobs" in KINDS[kind]), 0), "one copy each way, and one for log-probabilities"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-gqa2", "qwen3", "opt", "neox"])
 def test_no_twin_in_a_graph_or_a_draw_waits_for_the_device(name: str) -> None:
     waiting = twins.WAITING | {"hidden_gather", "hidden_write", "unit_copy"}
@@ -270,6 +271,7 @@ class FollowerHere:
     def end(self) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", [name for name in FAMILY_CASES if name not in INDIVISIBLE])
 def test_no_step_of_a_rank_waits_for_the_device_or_the_compiler(name: str, graphs: bool) -> None:
@@ -434,6 +436,7 @@ class Halved:
         return came
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "opt"])
 def test_stages_of_a_pipeline_compile_nothing_and_copy_through_pinned_memory(name: str) -> None:
     """They wait for what goes to the other engine, and for nothing else; whole again they replay the graphs that they

@@ -78,6 +78,7 @@ def texts(count: int, shared: int = 12) -> list[list[int]]:
     return [[*begin, *rng.integers(3, 90, 64).tolist()][:length] for length in lengths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
 def test_vectors_equal_a_reference(backend: str, case: str) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import yaml
 from fake_engine import Served
 from test_readme import demo
@@ -40,6 +41,7 @@ def words_of(folder: Path, notebook: Path) -> str:
     return str(program)
 
 
+@pytest.mark.slow
 async def test_every_program(demo: Served, tmp_path: Path) -> None:
     source, target = tmp_path / "reviews.csv", tmp_path / "labels.csv"
     source.write_text('id,text\na,"Good, and cheap."\nb,Broken after a day\n')

@@ -115,6 +115,7 @@ def make_driver(
     return Driver(runner, config, online_policy=policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "prefix_caching"), [*((case, True) for case in CASES), ("qwen3", False), ("opt", False)]
 )

@@ -85,6 +85,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 async def test_requests_are_shared_out_and_answered_as_by_one_engine(
     tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
@@ -98,6 +99,7 @@ async def test_requests_are_shared_out_and_answered_as_by_one_engine(
         await until_idle(fleet)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_what_was_not_begun_goes_to_a_living_engine(tmp_path: Path) -> None:
     """The engine never comes back: what it had not begun is answered all the same, and the fleet is ready."""
     async with fleet_of(tmp_path, "before:1,ready:1:2-99", "") as fleet:
@@ -131,6 +133,7 @@ async def test_begun_answers_go_on_at_a_living_engine(tmp_path: Path, undisturbe
         await until_idle(fleet)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_what_kills_two_engines_is_tried_alone_and_the_others_go_on(
     tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
@@ -156,6 +159,7 @@ async def ended(fleet: FleetClient, name: str, **options: Any) -> FinishReason |
     return outputs[-1].finish_reason
 
 
+@pytest.mark.slow
 async def test_a_moved_request_can_be_aborted_and_moves_only_once(tmp_path: Path) -> None:
     """The engines may die of it: it is not carried from one to the next."""
     async with fleet_of(tmp_path, "before:1,ready:1:2-99", "before:1,ready:1:2-99") as fleet:
@@ -192,6 +196,7 @@ async def test_without_any_engine_requests_wait_and_lines_longer(tmp_path: Path)
         await asyncio.wait([line])
 
 
+@pytest.mark.slow
 async def test_a_fleet_whose_engines_are_all_dead_says_so(tmp_path: Path) -> None:
     async with fleet_of(tmp_path, "ready:1:2-99", "ready:1:2-99") as fleet:
         fleet.kill()
@@ -243,6 +248,7 @@ async def test_what_no_engine_takes_is_raised_here(tmp_path: Path) -> None:
         assert [output async for output in stream][-1].finish_reason is FinishReason.STOP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 10.0])
 async def test_engines_are_renewed_in_turn_and_nothing_is_refused(
     seconds: float, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
@@ -292,6 +298,7 @@ async def test_a_fleet_starts_whole_or_not_at_all(tmp_path: Path) -> None:
     assert children() <= before
 
 
+@pytest.mark.slow
 async def test_the_cache_of_an_engine_that_was_started_again_is_forgotten(tmp_path: Path) -> None:
     model = tmp_path / "model"
     await asyncio.to_thread(model.mkdir)

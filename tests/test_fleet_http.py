@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from batch_tools import FAST, client_of, eventually, open_folder
 from fake_engine import Served, serve
 from fixtures import refuse_blocking
@@ -47,6 +48,7 @@ async def server(
             yield served, client, fleet
 
 
+@pytest.mark.slow
 async def test_streams_and_a_batch_while_engines_die(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with server(tokenizer, tmp_path / "calm", "") as (_, client, _):
         expected = await everything(client, "fake-model")
@@ -82,6 +84,7 @@ async def test_the_fleet_is_ready_while_one_engine_is(tokenizer: Tokenizer, tmp_
         assert answered.usage is not None
 
 
+@pytest.mark.slow
 async def test_a_server_with_several_engines_drains(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with server(tokenizer, tmp_path, "", "") as (_, client, fleet):
         streams = [

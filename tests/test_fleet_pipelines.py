@@ -62,6 +62,7 @@ async def begun(fleet: FleetClient) -> "asyncio.Task[Any]":
     return asked
 
 
+@pytest.mark.slow
 async def test_a_pipeline_goes_on_with_what_two_engines_had_and_they_with_what_it_has(
     tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
@@ -127,6 +128,7 @@ def each_step(steps: Sequence[str], *quick: tuple[str, int]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "dies"), each_step(MERGE, ("Attach", 1)))
 async def test_an_engine_killed_on_the_way_into_a_pipeline_costs_time_only(
     step: str, dies: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
@@ -141,6 +143,7 @@ async def test_an_engine_killed_on_the_way_into_a_pipeline_costs_time_only(
         await until_idle(fleet)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "dies"), each_step([*SPLIT, "settled"], ("settled", 0), ("Go", 1)))
 async def test_an_engine_killed_in_a_pipeline_or_on_the_way_out_of_it_costs_time_only(
     step: str, dies: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]

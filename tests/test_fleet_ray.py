@@ -92,6 +92,7 @@ def near(folder: Path, faults: tuple[str, str], number: int, launch: frames.Laun
     return RemoteEngine(FakeRay(), FakeActor(scripted(folder, number, faults[number])), launch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [("before:6,ready:1:2-9999", ""), ("frame:3", "hang:5")])
 async def test_answers_are_those_of_an_undisturbed_run(faults: tuple[str, str], tmp_path: Path) -> None:
     before = children()
@@ -103,6 +104,7 @@ async def test_answers_are_those_of_an_undisturbed_run(faults: tuple[str, str], 
     assert children() <= before, "a process is left"
 
 
+@pytest.mark.slow
 async def test_a_lost_actor_is_replaced(tmp_path: Path) -> None:
     actors: list[FakeActor] = []
 

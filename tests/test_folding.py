@@ -144,6 +144,7 @@ HISTORY = [
 WORDS = ["s1", "s2", "u1", "u2", "r1", "r2", "u3", "a1", "a2", "s3", "u4", "s4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("template", "refused"), REFUSED, ids=range(len(REFUSED)))
 def test_every_template_takes_every_conversation(
     tmp_path: Path, template: str, refused: set[Shape], monkeypatch: pytest.MonkeyPatch

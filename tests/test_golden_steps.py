@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
 from golden_steps import COUNT, FILE, record
 
 
+@pytest.mark.cpu_limit(60)
 def test_every_step_is_as_recorded() -> None:
     recorded = json.loads(FILE.read_text())
     assert len(recorded) == COUNT

@@ -101,6 +101,7 @@ def follow(grammar: CompiledGrammar) -> str:
     return matcher.failed or ""
 
 
+@pytest.mark.slow
 async def test_every_hostile_grammar_ends_while_another_tenants_are_compiled() -> None:
     compiler = make_compiler(GrammarCache(2**28))
     answers: dict[str, str] = {}
@@ -159,6 +160,7 @@ def test_the_items_of_a_step_are_bounded() -> None:
     assert fed(optional, list(text)) == len(text)
 
 
+@pytest.mark.slow
 async def test_a_grammar_is_refused_for_the_limit_that_it_met() -> None:
     compiler = make_compiler()
     cases = [

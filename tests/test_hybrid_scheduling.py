@@ -137,6 +137,7 @@ def test_an_abort_gives_the_host_back_at_every_moment(depth: int) -> None:
     assert swapped, "no abort met a parked request"
 
 
+@pytest.mark.slow
 def test_a_failed_step_takes_what_it_moved_with_it(depth: int) -> None:
     """Targets of a failed step's operations are in doubt: no request may read the blocks again."""
     met: set[CacheAction] = set()

@@ -82,6 +82,7 @@ def test_what_a_leak_takes_is_bounded_however_long_somebody_waits() -> None:
     assert out == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settled", [False, True])
 def test_an_engine_that_serves_chats_looks_at_young_objects_only(settled: bool) -> None:
     """Four thousand requests; without `settle` the interpreter looks at older objects in their midst."""

@@ -316,6 +316,7 @@ def test_damage_of_journal_and_index(base: Base, damage: Damage, lost: int | Non
     asyncio.run(check_damage(base, damage, lost))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_damage_of_the_journal_costs_exactly_its_rows(base: Base, data: st.DataObject) -> None:

@@ -246,6 +246,7 @@ def test_offline_work_gathers_rows_where_no_step_keeps_the_promise(online: int) 
     assert len(driver.steps[-1].chunks) == 40 + online
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slo", ["ttft_p99=500ms,tbt_p99=40ms", "tbt_mean=20%"])
 def test_search_finds_offline_room_that_keeps_the_slo(slo: str) -> None:
     server = replace(SERVER, slo=SLO.parse(slo))
@@ -279,6 +280,7 @@ def test_arrivals_the_core_refuses_are_recorded() -> None:
     assert [r.rejected for r in run.online] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_the_search_sees_how_much_real_steps_vary() -> None:
     first, second = (poisson_window(4.0, 100, 40, 10.0, seed) for seed in (1, 2))
     noise = normal_noise(0.15)
@@ -309,6 +311,7 @@ def recorded(count: int, rate: float = 2.0, seed: int = 1) -> list[OnlineArrival
     return found
 
 
+@pytest.mark.slow
 def test_a_trivial_load_keeps_its_slo_in_the_replay() -> None:
     """The last arrival of a window lies on its very end: it is followed to its own end, not counted as a miss."""
     window = Workload.recorded(recorded(40, seed=2), (), 2.0, 40, 2)
@@ -318,6 +321,7 @@ def test_a_trivial_load_keeps_its_slo_in_the_replay() -> None:
     assert find_budget(window, [], SERVER, max_evaluations=6).slo_in_reach
 
 
+@pytest.mark.slow
 def test_offline_tokens_count_inside_the_window_alone() -> None:
     window = Workload((OnlineArrival(1.0, Lengths(10, 900)),), 1.0, (Lengths(64, 8),))
     short = replay(window, SERVER, BudgetParams("tidemill", 0.04))["offline_throughput"]
@@ -347,6 +351,7 @@ def test_cached_prompts_are_cheaper_in_the_replay() -> None:
     assert warm < 0.5 * cold
 
 
+@pytest.mark.slow
 def test_replays_run_the_policies_of_the_server() -> None:
     window = poisson_window(6.0, 300, 200, 10.0, 1)
     tight = replace(CONFIG, num_units=2 * 120, max_queue_time=UNLIMITED_QUEUE)
@@ -411,6 +416,7 @@ def test_what_had_no_end_is_no_good_answer() -> None:
     assert found["ttft_mean"] == pytest.approx((0.5 + 8.0 + 5.0) / 3)
 
 
+@pytest.mark.slow
 def test_no_budget_that_keeps_the_slo_is_obeyed() -> None:
     """A real search on a load whose SLO is out of reach: nothing offline may make it worse."""
     hopeless = replace(SERVER, slo=SLO.parse("tbt_mean=8.02ms"))
@@ -501,6 +507,7 @@ def test_steps_that_nobody_can_plan_open_the_breaker() -> None:
     assert keeper.stats(0.0).breaker_cause == "predictor"
 
 
+@pytest.mark.slow
 def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """L = 0 on an idle machine: a chat that arrives in the middle of a large offline step waits for its end."""
     slo = SLO.parse("ttft_mean=20%")
@@ -543,6 +550,7 @@ def test_at_no_budget_idle_steps_are_short_enough_for_who_arrives_meanwhile(monk
     assert rates[1] > 1.5 * rates[0], "a budget derived from another load does not slow down a job without chats"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", [200, 40])
 def test_a_tolerance_is_kept_where_chats_meet_nothing_but_offline_work(prompt: int) -> None:
     """5 % of a short prompt are less than half of the smallest step: offline steps take turns with rests."""
@@ -559,6 +567,7 @@ def test_a_tolerance_is_kept_where_chats_meet_nothing_but_offline_work(prompt: i
         assert run.offline_tokens > 0.5 * waits.mean / (waits.idle / 2) * without.offline_tokens, "it rests no longer"
 
 
+@pytest.mark.slow
 def test_who_has_not_come_for_long_is_not_waited_for() -> None:
     """At night nothing rests; with one chat in ten minutes it does not rest long after each."""
     slo = SLO.parse("ttft_mean=5%")

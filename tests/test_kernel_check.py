@@ -115,6 +115,7 @@ def test_small_values_are_compared_with_their_own_size() -> None:
     assert check(faulty("decode_attention", last_split_lost)).kernels.keys() == {"decode_attention"}
 
 
+@pytest.mark.slow
 def test_graphs_that_differ_or_fail_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = load_spec(folder := model_folder("qwen3"))
     weights = load_weights(spec, folder)

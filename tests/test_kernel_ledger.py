@@ -30,17 +30,15 @@ def check(variant: Variant, arch: int, binary: Binary) -> None:
         assert binary.is_close(recorded), f"{where}; recorded: {recorded}"
 
 
-FAST = (80, 90, 120)
-"""Architectures that differ in the sizes of tiles; the others take the row of one of these."""
-
-
-@pytest.mark.parametrize("arch", [pytest.param(arch, marks=[] if arch in FAST else pytest.mark.slow) for arch in ARCHS])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 def test_the_ledger_has_every_launch_and_no_other(arch: int) -> None:
     _, ledger = read()
     launched = {variant.digest for variant in record(arch)}
     assert launched == {digest for digest, entry in ledger.items() if arch in entry.binaries}, RENEW
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_launches_and_the_ledger() -> None:
     text = PAGE.read_text()
     assert launch_table() in text and summary_table(read()[1]) in text, RENEW
@@ -52,6 +50,7 @@ def test_nothing_in_the_ledger_spills() -> None:
     assert len(binaries) > 200 and not [binary for binary in binaries if binary.spills]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "model"), [(90, "8B"), (80, "8B int8")])
 def test_attention_compiles_to_what_the_ledger_says(arch: int, model: str) -> None:
     found = [

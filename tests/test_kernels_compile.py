@@ -199,6 +199,7 @@ def wide_launches(width: int) -> list[tuple[Callable[..., object], tuple[Any, ..
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [90, 80])
 @pytest.mark.parametrize("width", [576, 4096, 8192])
 def test_norms_activations_and_copies(arch: int, width: int) -> None:
@@ -208,6 +209,7 @@ def test_norms_activations_and_copies(arch: int, width: int) -> None:
             check_wide_access(binary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "dtype", "sizes"),
     [
@@ -226,6 +228,7 @@ def test_adapters(arch: int, dtype: torch.dtype, sizes: list[tuple[int, int]]) -
         assert len(binaries) == 2 and all(each.stack == 0 and each.registers <= 128 for each in binaries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "width"), [(89, 4096), (90, 896), (90, 14336), (120, 14336)])
 def test_rounding_to_floats_of_8_bits(arch: int, width: int) -> None:
     rows, one, weight = meta(64, width), meta(1, dtype=torch.float32), meta(width)
@@ -240,6 +243,7 @@ def test_rounding_to_floats_of_8_bits(arch: int, width: int) -> None:
         assert len(binaries) == 3 and all(each.stack == 0 for each in binaries)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "dtype"), [(90, torch.bfloat16), (80, torch.float32)], ids=str)
 def test_sampling(arch: int, dtype: torch.dtype) -> None:
     index, floats = meta(64, dtype=torch.int32), meta(64, dtype=torch.float32)
@@ -257,6 +261,7 @@ def test_sampling(arch: int, dtype: torch.dtype) -> None:
     assert counted.stack == 0 and counted.registers <= 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "count"), [(90, 256), (80, 1000)])
 def test_start_of_a_step(arch: int, count: int) -> None:
     sizes = (8196,), (count, 8), (256, 500), (count,)

@@ -185,6 +185,7 @@ def test_nobody_saves_service_up_or_sheds_a_debt() -> None:
     assert share.service("c") == 0.0, "without tenants there is no debt"
 
 
+@pytest.mark.slow
 @given(
     policy=st.sampled_from(OFFLINE_POLICIES),
     backlog=st.integers(30, 200),

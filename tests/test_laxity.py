@@ -312,6 +312,7 @@ def test_an_urgent_arrival_waits_only_for_those_before_it() -> None:
         core.add_request(chat("long3", 12_000, 51), clock.now)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [*URGENT_POLICIES, "fcfs"])
 @given(
     arrivals=st.lists(

@@ -106,6 +106,7 @@ def test_literals_of_python(text: str, arguments: dict[str, Any]) -> None:
     assert name == "x.y" and json.loads(read) == arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [
@@ -222,6 +223,7 @@ def merge(num_choices: int, num_outputs: int) -> list[Any]:
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_output_costs_the_same_however_many_choices_there_are() -> None:
     assert [output.number for output in merge(8, 64)] == list(range(64))
     few, many = (count_work(functools.partial(merge, num, 512)).lines for num in (4, 64))

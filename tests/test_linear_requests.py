@@ -120,6 +120,7 @@ SCHEMA = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(name=st.sampled_from(sorted(FORMATS)), keys=st.dictionaries(KEYS, SCHEMA, max_size=5), definition=SCHEMA)
 def test_no_builder_multiplies_a_request(name: str, keys: dict[str, Any], definition: Any) -> None:

@@ -66,6 +66,7 @@ async def stream(client: openai.AsyncOpenAI, index: int, leave_after: int | None
     return text
 
 
+@pytest.mark.slow
 async def test_64_streams_half_of_which_leave(live: tuple[Engine, Served]) -> None:
     engine, served = live
     generator = random.Random(5)

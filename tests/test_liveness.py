@@ -88,6 +88,7 @@ def test_lines_that_share_a_prefix_give_way_together() -> None:
     driver.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 3])
 def test_evictions_beside_online_work_are_bounded_by_time(limit: int) -> None:
     """Chats never stop, and every second prompt takes the room of the only line: it keeps away longer and longer."""
@@ -148,6 +149,7 @@ class StarvationWatch:
         return lambda: result
 
 
+@pytest.mark.slow
 def test_steady_chat_starves_no_line() -> None:
     """Rows are short: every chat takes one from a batch line, for four minutes, and a chat is always there."""
     model = LatencyModel(intercept=0.02, decodes=5e-4, decode_context=4e-7, knots=(0, 128), hinges=(2e-5, 1e-4))

@@ -17,11 +17,13 @@ def test_an_unknown_setting_is_refused() -> None:
         LLM(max_len=3)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         LLM(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_generate_chat_and_map() -> None:
     settings = {"dtype": "float32", "profile_seconds": 0.0, "threads": 1}
     with LLM(**settings) as llm:

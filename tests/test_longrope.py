@@ -72,6 +72,7 @@ def check_tokens(driver: Driver, request: EngineRequest) -> None:
     assert output == best_tokens((*request.prompt_token_ids, *output), is_long=is_long)[size - 1 : -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "depth"), [("torch", 0), ("native", 0), ("cuda", 0), ("cuda", 1), ("modules", 0)], ids=str
 )

@@ -421,6 +421,7 @@ async def test_an_adapter_is_a_model_of_the_api(live: Served) -> None:
         assert [row["response"]["body"]["choices"][0]["text"] for row in rows.values()] == [odd, odd]
 
 
+@pytest.mark.slow
 def test_dry_run_shows_them(
     demo_adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

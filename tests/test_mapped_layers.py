@@ -227,4 +227,4 @@ class Drops(RuleBasedStateMachine):
             self.check_past()
 
 
-TestDrops = machine_test(Drops, 25, 25)
+TestDrops = pytest.mark.slow(machine_test(Drops, 25, 25))

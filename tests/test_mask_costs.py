@@ -112,6 +112,7 @@ def test_a_machine_whose_masks_cost_time_is_predicted(each: float) -> None:
     assert len(errors) > 100 and sum(errors) / len(errors) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [5e-5, 4e-4])
 def test_chats_keep_their_gaps_beside_structured_rows(each: float) -> None:
     """As the 99th percentile wants it, though rows sit steps out where their masks are late; a model that knows of no

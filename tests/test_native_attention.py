@@ -72,6 +72,7 @@ def draw(count: int, heads: int, dim: int, seed: int, dtype: torch.dtype) -> Ten
     return torch.randn(heads, count, dim, generator=generator).to(dtype).transpose(0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 def test_what_torch_gives(level: Level, dtype: torch.dtype) -> None:
     """Layers of several shapes of heads in one pool. The cells that were written are torch's bit by bit."""

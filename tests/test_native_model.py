@@ -161,6 +161,7 @@ def test_tokens_equal_those_of_torch_where_the_margin_allows(name: str, dtype: s
             end += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "level", "dtype"),
     [

@@ -94,6 +94,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
+@pytest.mark.slow
 def test_a_fork_finds_no_threads_and_both_sides_go_on() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", FORK, str(library_file())]
@@ -101,6 +102,7 @@ def test_a_fork_finds_no_threads_and_both_sides_go_on() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_thread_enters_each_job_that_it_joins() -> None:
     """A job on tiles follows so soon on a job of another level that the team's threads do not sleep in between."""
     library = library_of(Level.AMX)

@@ -168,6 +168,7 @@ def test_preempted_requests_go_first_oldest_first() -> None:
     assert [r.request_id for r in queue.candidates()][:2] == ["20", "30"]
 
 
+@pytest.mark.slow
 def test_a_very_deep_chain_of_prompts_is_walked() -> None:
     tree = PrefixTree()
     for index in range(1200):

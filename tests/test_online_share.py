@@ -42,6 +42,7 @@ def heavy(count: int, length: int = 200) -> list[Arrival]:
     return [Arrival(0.0, chat(f"heavy{index}", length, "heavy")) for index in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("units", [AMPLE, SHORT])
 def test_a_thousand_waiting_chats_of_one_tenant_are_not_in_the_way_of_another(policy: str, units: int) -> None:
@@ -122,6 +123,7 @@ def test_a_tenant_gives_up_a_row_once_for_each_request_and_never_its_last() -> N
     assert 0 < core.state.counters.preemptions["tenant"] < len(arrivals), "at most once for each"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["goodput", "fcfs"])
 def test_while_both_have_work_they_get_the_same_time_of_the_machine(policy: str) -> None:
     """Many short prompts and long answers against few long prompts."""

@@ -113,6 +113,7 @@ def test_a_start_waits_for_quiet_as_long_as_it_has_patience() -> None:
     assert not wait_for_quiet(2, 0.5, look) and len(looks) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "told"), [(["--kernels", "torch"], True), ([], False)])
 def test_the_library_reads_what_the_command_decides(flags: list[str], told: bool) -> None:
     """`tidemill profile` as a process: GNU OpenMP, which torch brings, shows at its start what it was told."""

@@ -122,7 +122,7 @@ async def _complete(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     ("out", "errors"),
     [
-        ("ended", "full"),
+        pytest.param("ended", "full", marks=pytest.mark.slow),
         pytest.param("full", "ended", marks=pytest.mark.slow),
         pytest.param("closed", "closed", marks=pytest.mark.slow),
     ],

@@ -206,6 +206,7 @@ def test_copies_of_a_forgotten_past_are_called_off() -> None:
         shelf.check()
 
 
+@pytest.mark.slow
 def test_every_mix_happens_and_changes_no_token() -> None:
     """Random loads on pools that are too small: parked pasts are seen in all mixes of places and representations."""
     seen: set[str] = set()

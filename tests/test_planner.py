@@ -291,6 +291,7 @@ def test_one_command_answers(profile: Path, tmp_path: Path, capsys: pytest.Captu
     assert found["budget"]["latency_budget"] > 0 and found["traffic"]["name"] == "trace"
 
 
+@pytest.mark.slow
 def test_requests_take_the_service_classes_in_turn(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--profile", str(profile), "--workload", "random", "--request-rate", "2", "--random-input-len", "60"]
     words += ["--random-output-len", "10", "--slo", "ttft_p99=500ms", "--slo"]

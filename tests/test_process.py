@@ -293,6 +293,7 @@ async def test_requests_that_kill_every_process_end_and_nobody_else_does(
         await until_idle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside-others"])
 async def test_a_grammar_that_kills_every_process_ends_its_request_and_nobody_else(
     alone: bool, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]

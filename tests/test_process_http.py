@@ -88,6 +88,7 @@ async def everything(client: openai.AsyncOpenAI, model: str) -> tuple[list[Any],
     return list(found), {name: row["response"]["body"]["choices"] for name, row in rows.items()}
 
 
+@pytest.mark.slow
 async def test_streams_and_a_batch_while_the_engine_dies_four_times(
     tokenizer: Tokenizer, tmp_path: Path, calm: tuple[list[Any], dict[str, Any]]
 ) -> None:
@@ -124,6 +125,7 @@ async def test_streams_and_every_row_at_every_point(
         assert any((await served.engine.stats()).restarts.values()) is (point not in WITHOUT_DEATH)
 
 
+@pytest.mark.slow
 async def test_a_poisoned_chat_and_a_poisoned_line_end_alone(
     tokenizer: Tokenizer, tmp_path: Path, calm: tuple[list[Any], dict[str, Any]]
 ) -> None:

@@ -226,6 +226,7 @@ def colocated(*, promised: bool) -> tuple[VirtualRun, Colocation]:
     return driver.run(60.0, drain=60.0), keeper
 
 
+@pytest.mark.slow
 def test_three_classes_beside_a_batch() -> None:
     run, keeper = colocated(promised=True)
     found = metrics_of(run, SLOS, 60.0)

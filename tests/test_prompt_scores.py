@@ -57,6 +57,7 @@ def check(table: np.ndarray, case: str, ids: tuple[int, ...]) -> None:
     assert np.abs(table[1:, 1 : 1 + BEST] - named).max(initial=0) < 2e-4, "the ids are of the best tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
 @pytest.mark.parametrize("case", CASES)
 def test_scores_equal_a_reference(backend: str, case: str) -> None:

@@ -147,6 +147,7 @@ class AdmissionsMachine(RuleBasedStateMachine):
 TestAdmissionsMachine = machine_test(AdmissionsMachine, 60, 40)
 
 
+@pytest.mark.slow
 @fuzz(100)
 @given(
     limit=st.integers(1, 30),

@@ -113,6 +113,7 @@ def assert_vectors_equal(found: Driver, alone: Driver) -> None:
 # Processes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "case", "options"),
     [
@@ -169,6 +170,7 @@ async def until_ended(pid: int) -> None:
     await until(done)
 
 
+@pytest.mark.slow
 async def test_with_a_rank_the_engine_ends_and_its_requests_go_on(tmp_path: Path) -> None:
     """Killed before the first token of a stream, in the middle of one, and while nothing runs."""
     pid_file = tmp_path / "engine.pid"
@@ -213,6 +215,7 @@ async def test_with_a_rank_the_engine_ends_and_its_requests_go_on(tmp_path: Path
     await until_ended(left)
 
 
+@pytest.mark.slow
 async def test_an_engine_in_this_process_is_dead_without_a_rank() -> None:
     engine = build.build_engine(config_of())
     dead = asyncio.Event()
@@ -227,6 +230,7 @@ async def test_an_engine_in_this_process_is_dead_without_a_rank() -> None:
         await engine.stop()
 
 
+@pytest.mark.slow
 def test_ranks_end_where_no_engine_comes_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
 
@@ -240,6 +244,7 @@ def test_ranks_end_where_no_engine_comes_of_them(monkeypatch: pytest.MonkeyPatch
     assert has_ended(*found)
 
 
+@pytest.mark.slow
 def test_a_step_that_failed_on_one_rank_is_the_last() -> None:
     """The other waits for it in a sum: whatever failed, only a new start brings them together."""
     with driver_of(config_of()) as driver:
@@ -257,6 +262,7 @@ def test_a_step_that_failed_on_one_rank_is_the_last() -> None:
         assert "failed on the first rank only" in runner.lost()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_says_why() -> None:
     with driver_of(config_of()) as driver:
         heard: list[str] = []
@@ -286,6 +292,7 @@ class ForeignLeader(Leader):
         super().__init__(replace(config, **self.others), *args)
 
 
+@pytest.mark.slow
 @NATIVE
 def test_ranks_that_run_by_different_kernels_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they add would be of other types and strides."""
@@ -296,6 +303,7 @@ def test_ranks_that_run_by_different_kernels_do_not_start(monkeypatch: pytest.Mo
         build.build_runner(config, build.plan_launch(config))
 
 
+@pytest.mark.slow
 @NATIVE
 def test_ranks_keep_the_threads_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that measure how many are best would wait for others that run none."""
@@ -313,6 +321,7 @@ def test_ranks_keep_the_threads_that_they_have(monkeypatch: pytest.MonkeyPatch) 
     assert plan.threads == 2
 
 
+@pytest.mark.slow
 def test_what_keeps_another_rank_from_its_start_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     spawn = leader.subprocess.Popen
@@ -409,6 +418,7 @@ class FollowersHere:
     def lost(self) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # may have to build the library
 @pytest.mark.parametrize(
     ("backend", "case", "vocab"),

@@ -111,6 +111,7 @@ def errors(reach: Reach) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_steps_of_long_contexts_are_predicted_where_layers_have_windows() -> None:
     aware, unaware = errors(REACH), errors(EVERYTHING)
     assert fmean(aware) < 0.005 and max(aware) < 0.03, f"{fmean(aware):.2%}, at worst {max(aware):.2%}"

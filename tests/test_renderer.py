@@ -32,6 +32,7 @@ def render(renderer: TemplateRenderer, template: str, content: Any = "x", **valu
     return renderer.render(template, [{"role": "user", "content": content}], values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -72,6 +73,7 @@ def test_a_process_that_was_ended_is_replaced(renderer: TemplateRenderer) -> Non
     assert render(renderer, PLAIN) == "x"
 
 
+@pytest.mark.slow
 def test_an_exploding_template_holds_up_no_other(renderer: TemplateRenderer) -> None:
     slow = TemplateRenderer(cpu_seconds=10.0)
 
@@ -87,6 +89,7 @@ def test_an_exploding_template_holds_up_no_other(renderer: TemplateRenderer) -> 
     slow.close()
 
 
+@pytest.mark.slow
 async def test_a_chat_whose_template_explodes_gets_an_answer(tmp_path: Path) -> None:
     template = "{%- if 'boom' in messages[0].content %}" + DOUBLING + "{%- endif %}" + PLAIN
     tokenizer = Tokenizer.load(folders.byte_level(tmp_path, template))
@@ -98,6 +101,7 @@ async def test_a_chat_whose_template_explodes_gets_an_answer(tmp_path: Path) -> 
         assert "memory" not in answer.text
 
 
+@pytest.mark.slow
 def test_the_answer_of_an_interrupted_rendering_is_not_taken_for_the_next_one(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

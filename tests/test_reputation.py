@@ -68,6 +68,7 @@ def test_what_is_known_is_bounded_and_ends_and_guilt_is_not_lost(monkeypatch: py
     assert known.find(request("c"), 0.0) == (Suspicion(9, 2), False), "each request has its own"
 
 
+@pytest.mark.slow
 async def test_who_took_part_in_a_death_waits_until_it_is_judged_and_costs_no_death_again(tmp_path: Path) -> None:
     """For longer than a new request waits for an engine; and not with another prompt either."""
     config = replace(CONFIG, slo="ttft_p99=0.1s", max_queue_time="0.1s")
@@ -97,6 +98,7 @@ async def test_answers_of_one_request_are_judged_together(tmp_path: Path) -> Non
         await until_idle(engine)
 
 
+@pytest.mark.slow
 async def test_who_leaves_before_the_proof_is_tried_when_it_comes_again(
     tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:

@@ -605,6 +605,7 @@ async def started(*arguments: str) -> tuple[asyncio.subprocess.Process, asyncio.
     return process, process.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_signals_to_a_real_process(tmp_path: Path, signals: int) -> None:
     """Idle: the first SIGTERM ends it with 0. With a request that does not end, the second one ends it at once."""
@@ -627,6 +628,7 @@ async def test_signals_to_a_real_process(tmp_path: Path, signals: int) -> None:
         health_writer.close()
 
 
+@pytest.mark.slow
 async def test_a_signal_ends_a_server_that_still_starts(tmp_path: Path) -> None:
     """With 0, as one that has drained, and by a handler: the kernel keeps signals without one from the first process of
     a container, which then was killed at the end of its grace."""
@@ -655,6 +657,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 async def test_a_signal_ends_a_start_in_which_it_was_swallowed(tmp_path: Path) -> None:
     """As libraries do that are imported with a bare `except`, and what C calls back."""
     flags = ["--port", "0", "--device", "cpu", "--profile-seconds", "0", "--state-dir", str(tmp_path / "state")]
@@ -670,6 +673,7 @@ LAST_ACTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", LAST_ACTS)
 async def test_a_server_does_not_live_on_with_an_engine_that_is_lost(tmp_path: Path, fate: str) -> None:
     act, code = LAST_ACTS[fate]

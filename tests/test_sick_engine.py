@@ -30,6 +30,7 @@ def make_engine(runner: Any) -> Engine:
     return Engine(EngineCore(config), runner, EngineInfo(512, VOCAB, frozenset(), "fake", "none", "none", 0))
 
 
+@pytest.mark.slow
 async def test_no_line_of_two_thousand_fails_for_a_sick_engine(tokenizer: Tokenizer, tmp_path: Path) -> None:
     broken = False
     runner = FaultyRunner(FakeRunner(block_size=16, vocab_size=VOCAB), lambda *_: broken)

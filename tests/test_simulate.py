@@ -23,6 +23,7 @@ from predictor.model import LatencyModel
 from predictor.profile import Profile, ProfileKey
 
 
+@pytest.mark.slow
 def test_a_single_run_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--workload", "tiny", "--duration", "5", "--model", "qwen2.5-0.5b", "--out", str(tmp_path)]
     assert simulate.main([*arguments, "--online-policy", "larry:0.1", "--latency-budget", "20"]) == 0
@@ -58,6 +59,7 @@ def simulated(made: workloads.Workload, *, caching: bool = True, seed: int = 0, 
     return simulated_run(device, made, Windows(**windows), StepObjective(budget=UNLIMITED), seed)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_prefixes_of_a_batch_are_real_in_the_simulator() -> None:
     """4 groups of 100 lines share 768 of 896 tokens: all but the first line of a group find 48 blocks in the cache."""
     made = workloads.build("prefix-batch", options(offline_lines=400, duration=None))
@@ -99,6 +101,7 @@ def test_prompts_of_the_simulator_are_those_of_the_load_generator() -> None:
     assert sent[0][:768] == sent[1][:768] and sent[0][768:] != sent[1][768:]
 
 
+@pytest.mark.slow
 def test_a_job_without_shared_prefixes_starts_over_and_one_with_them_ends() -> None:
     short = workloads.build("score-batch", options(offline_lines=5))
     assert simulated(short, horizon=3.0)["offline_throughput"] * 3.0 > 10 * 5 * 700

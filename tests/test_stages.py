@@ -180,6 +180,7 @@ class CountingLink(Link):
         return data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_are_under_way_together_and_change_no_token(kind: str) -> None:
     runners = [make(llama(), kind) for _ in range(3)]
@@ -271,6 +272,7 @@ def units_held(driver: Driver, name: str) -> list[int]:
     return [unit for block in driver.core.state.requests[name].cache_map.blocks for unit in block.entry.units]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "demo"])
 def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
     """Begun on two whole engines, gone on with in their pipeline, in units that neither had, and ended on one of them

@@ -116,6 +116,7 @@ BUSY = "import time\nend = time.thread_time() + 120\nwhile time.thread_time() < 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 
 
+@pytest.mark.slow
 @linux
 def test_the_kernel_tells_a_thread_that_computes_from_one_that_waits_and_one_that_is_stopped() -> None:
     """Of two on one core the one with the least weight waits, as it cannot get more than a part of it."""
@@ -181,6 +182,7 @@ def test_all_threads_are_read_but_the_one_that_asks() -> None:
 
 
 @linux
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "causes"), [("slow:3", {}), ("spin:3", {"hung": 1}), ("hang:3", {"hung": 1})])
 async def test_a_process_ends_only_for_a_step_that_gets_nowhere(
     fault: str, causes: dict[str, int], tmp_path: Path, undisturbed: dict[str, tuple[object, ...]]

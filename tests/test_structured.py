@@ -187,6 +187,7 @@ def test_json_is_compact_unless_asked_otherwise() -> None:
 # What is drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "native", "cuda", "torch ahead"])
 def test_every_answer_that_ends_is_valid(backend: str) -> None:
     """At temperature 2, in a pool that is too small: preemptions, mixed with requests that may say anything, with and
@@ -228,6 +229,7 @@ def test_backends_draw_what_torch_draws(backend: str) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "native", "cuda", "torch ahead"])
 def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
     """Seeds, a short answer that ends in the middle of a run, penalties, a pool that is too small: token for token what
@@ -257,6 +259,7 @@ def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
     assert steps[0] - steps[1] >= forced[1] / 2, "each would have been a chunk of its own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_forced_tokens_behind_a_step_in_flight_outlast_late_masks_and_failures(
     fails: bool, monkeypatch: pytest.MonkeyPatch
@@ -355,6 +358,7 @@ def test_an_answer_that_is_complete_ends_however_short() -> None:
 # What it costs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "cuda"])
 def test_the_sweep_measures_steps_with_masks(backend: str) -> None:
     """Of a real grammar on a real runner, which serves afterwards as if nothing had happened."""

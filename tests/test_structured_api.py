@@ -91,6 +91,7 @@ def check(text: str, kind: str) -> None:
         jsonschema_rs.validator_for(SCHEMA).validate(json.loads(text))
 
 
+@pytest.mark.slow
 async def test_every_spelling_of_both_endpoints(served: Served) -> None:
     for number, (fields, kind) in enumerate(SPELLINGS.values()):
         chat = await post(served, **ask(**fields, seed=number, n=2))

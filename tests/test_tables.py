@@ -234,6 +234,7 @@ def check_answers(result: BatchResult) -> None:
     assert [(row["text"], row["answer"]) for row in result] == [(text, text.upper()) for text in TEXTS]
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(["batches.jsonl", "results.jsonl"]), st.floats(0, 1), st.integers(0, 255), st.booleans())
 @example("results.jsonl", 0.0, 0x7B, False)

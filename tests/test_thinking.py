@@ -90,6 +90,7 @@ def drafts_of(known: Any, backend: str) -> Oracle:
     return Oracle(lambda spec: known.outputs[spec.request_id], seed=1, penalties=backend != "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
 def test_a_spent_budget_closes_the_thought_and_nothing_else_changes(backend: str) -> None:
     """Among others, in a pool that is too small, with penalties, bias against the mark, a least length, and with its

@@ -862,6 +862,7 @@ async def test_models_that_call_nothing_say_so(tmp_path: Path) -> None:
             await client.chat.completions.create(**ask(tool_choice="none"))
 
 
+@pytest.mark.slow
 async def test_required_calls_are_valid_at_any_temperature(tmp_path: Path) -> None:
     """The demo model, told of tools in a way that it has never seen, must call one."""
     template = "{{ tools | tojson | length }}<tool_call>{{ messages[0].content }}"

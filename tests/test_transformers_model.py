@@ -99,6 +99,7 @@ def generated(model: Any, prompt: list[int], count: int = OUTPUT) -> list[int]:
     return found[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "depth"), [(name, at % 2) for at, name in enumerate(EXACT)])
 def test_tokens_equal_generate(case_of: Any, name: str, depth: int) -> None:
     """Chunks, prefix hits and preemptions: the pool is too small for all."""
@@ -128,6 +129,7 @@ def test_parked_pasts_come_back(case_of: Any) -> None:
     assert [driver.outputs[str(index)] for index in range(len(prompts))] == case.expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "host_units"), [(name, 60 * (at % 2)) for at, name in enumerate(NATIVE)])
 def test_native_attention_equals_generate(
     case_of: Any, name: str, host_units: int, monkeypatch: pytest.MonkeyPatch

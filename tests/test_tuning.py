@@ -197,6 +197,7 @@ async def test_a_tolerance_is_searched_at_both_edges_of_a_cell_and_held_to_less_
         assert "less of it" in bench.keeper.stats(bench.now).budget_origin
 
 
+@pytest.mark.slow
 async def test_a_long_search_goes_on_while_the_load_changes_and_is_followed() -> None:
     async with tuned(lambda job: found(0.02 / (1 + rates_of([job])[0]))) as bench:
         await bench.serve(60, 1.0)
@@ -325,6 +326,7 @@ async def test_a_tolerance_is_compared_beside_the_searches() -> None:
 # The child process itself
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # three Python processes on busy cores
 async def test_jobs_run_in_a_process_of_their_own() -> None:
     first, second = (poisson_window(2.0, 100, 20, 4.0, seed) for seed in (1, 2))
@@ -338,6 +340,7 @@ async def test_jobs_run_in_a_process_of_their_own() -> None:
         await run_child(int, "no number", turns=(Turn("idle", 0.0, 9.0), *USUAL))
 
 
+@pytest.mark.slow
 async def test_a_child_that_gets_no_time_is_continued_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last attempt has no limit on the clock; it starts from the notes of those before it."""
     with pytest.raises(ChildError, match="no core had time for it within 0 s"):
@@ -381,6 +384,7 @@ class CpuClock:
         return self._seconds * (self._looks // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "searched"), [(1.0, 20), (3.0, 7), (1000.0, 5)])
 def test_a_search_ends_after_its_cpu_time_and_an_interrupted_one_goes_on(seconds: float, searched: int) -> None:
     first, second = (poisson_window(2.0, 100, 20, 4.0, seed) for seed in (1, 2))

@@ -49,6 +49,7 @@ def rows_without_a_server(*sections: str) -> list[list[Row]]:
     return [check._rows(part) for part in parts[:-1]]
 
 
+@pytest.mark.slow
 def test_sections() -> None:
     counts = {"limits": 3, "attention": 3, "steps": 9, "float8": 2, "swap": 3, "serving": 4, "drop": 3}
     found = rows_without_a_server(*counts)
@@ -56,6 +57,7 @@ def test_sections() -> None:
     assert all(row.measured is not None and math.isfinite(row.measured) for rows in found for row in rows)
 
 
+@pytest.mark.slow
 def test_features_are_the_engine_that_the_server_builds(capsys: pytest.CaptureFixture[str]) -> None:
     """The one section that needs the server's packages."""
     check.run_here(tiny_setup(), ["features"])
@@ -104,6 +106,7 @@ def test_the_table_says_what_was_met() -> None:
         row_from_json("[1]")
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     target = tmp_path / "out.json"
     ended = run("limits", "--tiny", "--json", str(target))
@@ -113,6 +116,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert len(written["rows"]) == 3 and written["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_it_needs_nothing_of_the_server() -> None:
     modules = sorted(f"benchmarks.gpu.{path.stem}" for path in (ROOT / "benchmarks" / "gpu").glob("*.py"))
     code = f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\nprint(*sys.modules)"

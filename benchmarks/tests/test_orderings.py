@@ -14,6 +14,7 @@ def test_every_experiment_has_a_quick_load() -> None:
     assert set(QUICK) == set(EXPERIMENTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_the_ordering_of_the_paper(name: str) -> None:
     experiment, quick = EXPERIMENTS[name], QUICK[name]

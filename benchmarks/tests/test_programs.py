@@ -87,6 +87,7 @@ def test_a_feature(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_an_experiment_writes_its_table_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = experiments.EXPERIMENTS["larry"]
     tiny = larry.Config(larry.MachineSpec("qwen2.5-0.5b", "a100-40gb", max_num_seqs=32), (("code", 2.0),), (1.0,), 5.0)
@@ -107,6 +108,7 @@ def test_options_belong_to_one_program(monkeypatch: pytest.MonkeyPatch, capsys: 
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_control_plane(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks import control_plane
 
@@ -157,6 +159,7 @@ def test_the_wide_copying_model_computes_the_same_logits(monkeypatch: pytest.Mon
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_training_on_tasks_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     from itertools import cycle, islice
 

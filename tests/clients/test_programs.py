@@ -23,6 +23,7 @@ def failures(steps: list[Step]) -> list[Step]:
     return [step for step in steps if step.result.startswith("failed")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", [client for client in CLIENTS.values() if client.installed], ids=lambda c: c.name)
 async def test_installed_client(client: Client, demo_url: str, tmp_path: Path) -> None:
     _, steps = await run(client, demo_url, tmp_path, installed=True)
