@@ -158,6 +158,7 @@ def preparing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preparing]:
 GRAMMAR_ATOMS = ("a", "\n", "(", "a: b\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("atom", GRAMMAR_ATOMS)
 @pytest.mark.parametrize("kind", get_args(GrammarKind))
 def test_grammars(preparing: Preparing, kind: GrammarKind, atom: str) -> None:

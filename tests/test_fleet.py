@@ -115,6 +115,7 @@ async def test_what_was_not_begun_goes_to_a_living_engine(tmp_path: Path) -> Non
         assert views[0].trouble is not None and "too often" in views[0].trouble
 
 
+@pytest.mark.slow
 async def test_begun_answers_go_on_at_a_living_engine(tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]) -> None:
     """Greedy, seeded and those with more of a state, and the line of a batch: at the same token. The engine never comes
     back, and is never given up."""
@@ -175,6 +176,7 @@ async def test_a_moved_request_can_be_aborted_and_moves_only_once(tmp_path: Path
         await until(lambda: not fleet._members[1].engine.holds("moved"))
 
 
+@pytest.mark.slow
 async def test_without_any_engine_requests_wait_and_lines_longer(tmp_path: Path) -> None:
     now = 0.0
     async with fleet_of(

@@ -43,6 +43,7 @@ def check(kernels: Kernels, family: str = "qwen3", limits: Limits = LIMITS, **op
     return check_kernels(spec, limits, kernels, make, graphs=False)
 
 
+@pytest.mark.slow
 def test_right_kernels_have_no_fault() -> None:
     for family in ("qwen3", "neox", "opt"):
         assert check(twins, family) == KernelFaults()

@@ -120,6 +120,7 @@ ATTENTION = {"decode": compile_decode, "prefill": compile_prefill}
 USUAL = [(90, 128, 4), (90, 64, 7), (90, 256, 2), (90, 80, 1), (80, 128, 4), (80, 96, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ATTENTION)
 @pytest.mark.parametrize(("arch", "head_dim", "group"), USUAL)
 def test_attention(phase: str, arch: int, head_dim: int, group: int) -> None:

@@ -219,6 +219,7 @@ def by_bench(bench: Bench, cuts: tuple[int, ...]) -> Tensor:
 CUTS = (20, 9, 1, 1, 5, 1, 1, 12, 1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "level"), in_turn(FAMILY_CASES, [Level.AVX2], [Level.AVX512]))
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_family_is_as_far_from_float32_as_the_twin_is(name: str, level: Level, bits: int) -> None:

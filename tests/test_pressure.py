@@ -85,6 +85,7 @@ def test_columns_say_what_requests_say(requests: list[Request], hidden: int) -> 
         assert queue.missing[index] == max(1, len(request.token_ids) - request.cache_map.num_parked_tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(queues)
 def test_savable_is_the_latency_model_to_a_grain(requests: list[Request]) -> None:

@@ -91,6 +91,7 @@ def resumed(driver: Driver) -> int:
 RUNS = [*((name, 0, 0) for name in EXACT), *((name, 0, 12) for name in GOES_ON), ("lfm2", 1, 0), ("lfm2", 1, 12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "depth", "slots"), RUNS)
 def test_tokens_equal_generate(case_of: Any, name: str, depth: int, slots: int) -> None:
     """Chunks beside decodes, more requests than rows, and preemptions: the pool is too small for all."""

@@ -67,6 +67,7 @@ def test_messages_too_deep_to_send_are_refused(renderer: TemplateRenderer) -> No
         render(renderer, PLAIN, deep)
 
 
+@pytest.mark.slow
 def test_a_process_that_was_ended_is_replaced(renderer: TemplateRenderer) -> None:
     assert render(renderer, PLAIN) == "x"
     os.kill(renderer._idle[-1]._child.pid, signal.SIGKILL)

@@ -74,6 +74,7 @@ async def test_nothing_more_is_sent_to_a_process_that_is_gone(monkeypatch: pytes
     assert 0 < sent == len(wire.names) < 200
 
 
+@pytest.mark.slow
 async def test_answers_are_the_same_however_the_frames_are_cut(
     tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

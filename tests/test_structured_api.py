@@ -140,6 +140,7 @@ async def test_what_is_refused_names_its_parameter(served: Served) -> None:
         assert streamed.status_code == 400 and streamed.json() == answer.json()
 
 
+@pytest.mark.slow
 async def test_a_row_of_a_batch_fails_with_the_error_that_http_gives(tmp_path: Path) -> None:
     folder = await open_folder(tmp_path / "state")
     forms = {
