@@ -228,6 +228,7 @@ class World:
                     self.suspects.forget(name)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),

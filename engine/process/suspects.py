@@ -143,7 +143,7 @@ SUSPECT_AFTER = 2
 LONE_DEATHS = 3
 HEAD_START = 5.0
 """Maximum time in seconds for which trials wait for a token of the other requests."""
-CHANCE = 1e-5
+CHANCE = 1e-6
 """Maximum probability that random deaths look like those of a guilty request."""
 FIRST_REST, LONGEST_REST = 0.5, 60.0
 """Pause in seconds of process time before a trial, after the first lone death and at most."""
