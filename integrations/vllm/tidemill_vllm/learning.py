@@ -23,6 +23,8 @@ log = logging.getLogger("vllm.tidemill")
 
 FIRST_TOKENS = 32
 """Slow start: tokens of a step with offline work before the first fit."""
+SWEPT = 40
+"""Steps of a sweep that suffice for a fit: they cover all sizes, unlike those of traffic."""
 FLAT = 1.5
 """A step of at most this many times the time of the fastest one is short, too: its cost is mostly fixed."""
 REFIT_STEPS = 1_000
@@ -89,8 +91,8 @@ class Learner:
             self.sweep.append(Sample(features, seconds))
 
     def end_sweep(self) -> None:
-        """Fit the sweep, and save the fit. With fewer than `FEWEST` steps, keep the guess."""
-        if len(self.sweep) < FEWEST:
+        """Fit the sweep, and save the fit. With fewer than `SWEPT` steps, keep the guess."""
+        if len(self.sweep) < SWEPT:
             log.info("tidemill: %d steps measured, too few; offline work starts small", len(self.sweep))
             self.sweep = []
             return
