@@ -1,4 +1,4 @@
-"""Every program of `benchmarks` in tiny sizes. Programs that start servers are slow."""
+"""Every program of `benchmarks` in tiny sizes. Programs that start servers run by hand: `pytest -m manual`."""
 
 import importlib
 import json
@@ -58,7 +58,7 @@ def run(*words: str) -> None:
     importlib.import_module(bench.BENCHES[words[0]]).main(list(words[1:]))
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:Sending a large body")  # the lines of a job
 @pytest.mark.usefixtures("tiny")
@@ -69,7 +69,7 @@ def test_a_program_with_servers(name: str, capsys: pytest.CaptureFixture[str]) -
     assert expected in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:Sending a large body")  # the lines of a job
 @pytest.mark.usefixtures("tiny")
