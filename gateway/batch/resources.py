@@ -38,7 +38,7 @@ class BatchState:
         return self.jobs.clock.now()
 
     def expiry_now(self) -> int:
-        """Return the time that decides what has expired."""
+        """Return the current time by which files and batches expire."""
         return self.jobs.clock.expiry_now()
 
 

@@ -1,7 +1,6 @@
-"""The planner alone: what a step holds."""
+"""The planner, without vLLM."""
 
 import math
-import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,12 +85,3 @@ def test_any_load(decodes, prompts, offline, offline_prompts, most, share, waits
         assert found.prompt_tokens > 0, "an online prompt always goes on"
     if (offline or offline_prompts) and not decodes and not prompts:
         assert found.tokens > 0, "without chats something always runs"
-
-
-def test_a_plan_of_256_rows_is_cheap() -> None:
-    """The figure is printed, not asserted: pytest -s."""
-    load = Load(0.0, [Decode(500, 1, 0.1, 0.1)] * 64, (), [Decode(500, 1)] * 192, [Prompt(0, 800)] * 4)
-    began = time.perf_counter()
-    for _ in range(200):
-        plan(load)
-    print(f"{(time.perf_counter() - began) * 5:.3f} ms a plan")

@@ -58,11 +58,6 @@ class Learner:
         self.model = OnlineModel(guess, 0.3)
         self._load()
 
-    @property
-    def model_name(self) -> str:
-        """The model that the fit belongs to."""
-        return self._key.model
-
     def _load(self) -> None:
         if self._path is None or not self._path.exists():
             return

@@ -73,7 +73,6 @@ class Colocated(_Base):
         self._steps: deque[_Step] = deque()
         self._updated, self._had_work, self._busy_until = 0.0, False, 0.0
         self._offset = wall() - clock()
-        self._is_last_token_due: set[str] = set()
         sweeps = options.sweep_seconds > 0.0 and not self._learner.is_fitted
         self._sweep = _Sweep(self, options.sweep_seconds) if sweeps else None
         self._status = StatusFile(str(getattr(config, "instance_id", "")))
