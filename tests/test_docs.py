@@ -13,6 +13,7 @@ from support.tables import for_each
 from benchmarks import result_tables
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("engine", "gateway", "predictor", "loadgen", "tidemill")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -26,8 +27,20 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 @for_each("page", PAGES)
 def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     if "lab" not in page.parts:
-        named = re.findall(r"`((?:engine|gateway|predictor|loadgen|benchmarks|tests)/[\w/]+\.\w+)`", page.read_text())
+        rooms = "engine|gateway|predictor|loadgen|tidemill|benchmarks|tests|tools|integrations"
+        named = re.findall(rf"`((?:{rooms})/[\w/]+\.\w+)`", page.read_text())
         assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_every_class_that_a_page_names_exists() -> None:
+    sources = (path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    defined = {
+        name for text in sources for name in re.findall(r"^ *class (\w+)|^(\w+)(?:: [^=\n]+)? =", text, re.MULTILINE)
+    }
+    known = {one or other for one, other in defined} | {"OpenAI"}  # a client's class
+    for page in (page for page in PAGES if "lab" not in page.parts and page.parent.name != "reference"):
+        named = set(re.findall(r"`([A-Z][a-z]+[A-Z]\w*)(?:[.(][^`]*)?`", page.read_text()))
+        assert named <= known, (page, named - known)
 
 
 def test_guides_are_short_and_the_performance_page_has_one_table_for_each_question() -> None:
