@@ -7,6 +7,8 @@ The ledger of an ordinary step (`StepBuilder`) is spent in this order:
 3. Drafts behind the online decodes, if no prompt waits (see `engine.scheduling.speculation`).
 4. Offline work, as far as it still fits (see `engine.scheduling.offline`), and drafts behind its decodes.
 
+docs/concepts/scheduling.md works three steps through in numbers.
+
 Only a shortage of *memory* (units or rows) preempts. A request that does not fit into a step is skipped and keeps its
 cache.
 
