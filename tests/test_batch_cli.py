@@ -16,25 +16,18 @@ from fake_engine import MODEL, Served
 from fixtures import StartServer
 
 from engine.text.tokenizer import Tokenizer
-from gateway import cli
-from gateway.commands import batch_client
-from gateway.commands.batch_client import (
-    BatchClient,
-    BatchProgress,
-    duration_text,
-    progress_text,
-    range_text,
-    shortened,
-)
-from gateway.commands.chat import ChatOptions
 from gateway.store.objects import Page
+from tidemill import cli
+from tidemill import client as client_module
+from tidemill.client import ChatOptions, ServerClient
+from tidemill.progress import BatchProgress, duration_text, progress_text, range_text, shortened
 
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TIDEMILL_URL", "TIDEMILL_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(batch_client, "POLL_SECONDS", -1.0)  # a sleep between polls would raise: the server streams
+    monkeypatch.setattr(client_module, "POLL_SECONDS", -1.0)  # a sleep between polls would raise: the server streams
 
 
 @pytest.fixture
@@ -161,7 +154,7 @@ async def test_a_batch_that_runs(tokenizer: Tokenizer, tmp_path: Path, capsys: p
             "",
         ) and err == "tidemill: the batch is in_progress (0/1 lines); results are available after it ends\n"
         watched: list[str] = []
-        changes = BatchClient(ChatOptions(served.url)).changes(out.strip())
+        changes = ServerClient(ChatOptions(served.url)).changes(out.strip())
         watching = asyncio.create_task(
             asyncio.to_thread(lambda: watched.extend(str(batch["status"]) for batch in changes))
         )
@@ -248,7 +241,7 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = screen.getvalue().removesuffix("\n").split("\r\x1b[K")[1:]
     assert first == "in_progress [----------] 0/1,000 lines"
     assert second == "in_progress [#####-----] 500/1,000 lines, 10 failed  50.0 lines/s, 2,000 output tokens/s"
-    monkeypatch.setattr(batch_client.time, "time", lambda: 1_000_000.0)
+    monkeypatch.setattr(client_module.time, "time", lambda: 1_000_000.0)
     notes = {"tidemill.eta": "1000600-1000840", "tidemill.at_risk": "false"}
     estimated = a_batch(490, 10) | {"metadata": notes}
     assert re.search(r"  done in about 10 to 14 min \(\d\d:\d\d\)$", progress.text(estimated)), (

@@ -25,12 +25,10 @@ import tidemill.batch
 import tidemill.run as runs
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from gateway import cli
-from gateway.commands import batch_client
-from gateway.commands.batch_client import BatchClient
-from gateway.commands.chat import ChatError, ChatOptions, RefusedError
 from gateway.server import bind
-from tidemill import Batch, BatchResult, tables
+from tidemill import Batch, BatchResult, cli, tables
+from tidemill import client as client_module
+from tidemill.client import ChatError, ChatOptions, RefusedError, ServerClient
 from tidemill.recipe import Recipe, is_final
 
 ROWS = [{"id": 1, "text": 'one, "quoted"'}, {"id": 2, "text": "two\nlines\u2028"}, {"id": 3, "text": "drei ü"}]
@@ -231,7 +229,7 @@ def test_a_full_server_gets_the_next_part_later(tmp_path: Path, monkeypatch: pyt
             row = {"custom_id": json.loads(file_id)["custom_id"], "response": {"status_code": 200, "body": body}}
             target.write(json.dumps(row).encode())
 
-    monkeypatch.setattr(tidemill.batch, "BatchClient", lambda _options: Full())
+    monkeypatch.setattr(tidemill.batch, "ServerClient", lambda _options: Full())
     result = Batch(ROWS, prompt="{text}", model="m", follow=silent).run()
     assert [row["answer"] for row in result] == ["yes"] * 3
     assert calls == ["upload", "create", "upload", "refuse", "create", "upload", "create"]
@@ -421,8 +419,8 @@ async def test_another_server(other: tuple[OtherServer, str], tmp_path: Path, mo
         assert [each["status"] for each in server.batches] == ["completed"] * 3
         assert sum(len(server.files[each["input_file_id"]].splitlines()) for each in server.batches) == 5
     server.batches[-1]["status"] = "validating"
-    monkeypatch.setattr(batch_client, "POLL_SECONDS", 0.0)
-    states = await asyncio.to_thread(lambda: list(BatchClient(ChatOptions(url)).changes("batch-2")))
+    monkeypatch.setattr(client_module, "POLL_SECONDS", 0.0)
+    states = await asyncio.to_thread(lambda: list(ServerClient(ChatOptions(url)).changes("batch-2")))
     assert len(states) == 3 and states[-1]["status"] == "completed"
 
 

@@ -18,10 +18,11 @@ import predictor
 from engine import __version__
 from engine.config import EngineConfig
 from engine.refusals import is_loopback
-from gateway import cli
-from gateway.commands import help as command_help
-from gateway.commands.flags import add_flags, find_given, flags_of, resolve_configs
 from gateway.config import ServerConfig
+from tidemill import cli
+from tidemill import flags as command_flags
+from tidemill.commands import serve
+from tidemill.flags import add_flags, find_given, flags_of, resolve_configs
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ PREDICTOR = ", ".join(f"predictor.{path.stem}" for path in Path(predictor.__path
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [
-        ("engine.core, engine.api, engine.engine, loadgen.simulate", "torch"),
+        ("engine.core, engine.api, engine.engine, tidemill.simulate", "torch"),
         ("engine.models.spec, engine.models.hub", "torch transformers numpy"),
         (PREDICTOR, "numpy scipy torch engine gateway"),
     ],
@@ -78,8 +79,7 @@ def test_modules_load_no_heavy_library(modules: str, heavy: str) -> None:
 def test_light_commands_load_no_heavy_library(argv: list[str]) -> None:
     script = f"""
 import sys
-from gateway import cli
-from gateway.commands import help as command_help
+from tidemill import cli
 try:
     cli.main({argv!r})
 except SystemExit:
@@ -136,9 +136,9 @@ def _options() -> list[argparse.Action]:
 
 def test_flags_stand_under_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [flag for config in (EngineConfig, ServerConfig) for flag in flags_of(config)]
-    grouped = list(command_help.by_task(flags))
+    grouped = list(command_flags.by_task(flags))
     assert sorted(flag.field for _, members in grouped for flag in members) == sorted(flag.field for flag in flags)
-    named = {field for fields in command_help.FLAGS.values() for field in fields.split()}
+    named = {field for fields in command_flags.FLAGS.values() for field in fields.split()}
     assert named <= {flag.field for flag in flags}, "a group names a flag that is no more"
     assert {flag.field for flag in flags} - named == {"model"}, "a flag of no group would stand under more"
     shown = {}
@@ -151,14 +151,14 @@ def test_flags_stand_under_what_they_are_for(capsys: pytest.CaptureFixture[str])
     named = {word: set(re.findall(r"^  --(?:\[no-\])?([a-z-]+)", text, re.MULTILINE)) for word, text in shown.items()}
     extra = {"config", "dry-run", "help-all"}
     assert named["--help-all"] == {flag.key for flag in flags if flag.field != "model"} | extra
-    assert named["--help"] == {field.replace("_", "-") for field in command_help.SHORT.split()} | extra
+    assert named["--help"] == {field.replace("_", "-") for field in command_flags.SHORT.split()} | extra
     assert shown["--help"].count("\n") < 80
 
 
 def test_examples_are_commands_that_parse() -> None:
     """Every line of the examples that begins with `tidemill` is one that the parser takes."""
     parser = cli._parser()
-    for text in command_help.EXAMPLES.values():
+    for text in command_flags.EXAMPLES.values():
         for line in text.splitlines():
             words = shlex.split(re.split(r" {4,}| && | > ", line)[0].replace("<(", "").replace(")", ""))
             words = words[words.index("tidemill") + 1 :]
@@ -398,9 +398,9 @@ def test_serve_joins_the_parts_and_says_what_runs(
 
 def test_the_name_in_the_api_is_never_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "llama").mkdir()
-    assert cli.model_name(EngineConfig(model=str(tmp_path / "llama") + "/")) == "llama"
-    assert cli.model_name(EngineConfig(model="owner/name")) == "owner/name"
-    assert cli.model_name(EngineConfig()) == "tidemill-demo"
+    assert serve.model_name(EngineConfig(model=str(tmp_path / "llama") + "/")) == "llama"
+    assert serve.model_name(EngineConfig(model="owner/name")) == "owner/name"
+    assert serve.model_name(EngineConfig()) == "tidemill-demo"
     (tmp_path / "caf\udce9").mkdir()
     monkeypatch.chdir(tmp_path / "caf\udce9")
-    assert cli.model_name(EngineConfig(model=".")) == "caf\ufffd"
+    assert serve.model_name(EngineConfig(model=".")) == "caf\ufffd"

@@ -36,7 +36,6 @@ from engine.text.tokenizer import Tokenizer
 from gateway.batch.feed import Runs
 from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import TenantExchange
-from gateway.cli import main
 from gateway.http.keys import KeyStore
 from gateway.http.quotas import Admissions, Load
 from gateway.store.batch_rows import DEAD_SECONDS
@@ -47,6 +46,7 @@ from gateway.store.opening import Place
 from gateway.store.row_store import RowStore, put_keys
 from gateway.store.schema import SHARED
 from gateway.store.sqlite import SqliteWriter, open_database
+from tidemill.cli import main
 
 S = BatchStatus
 LINES, SIZE = 20, 8
@@ -398,7 +398,7 @@ async def test_servers_share_keys_limits_and_usage(
     """`tidemill keys` reaches all servers; they divide a limit, add usage, and go on while the database is away."""
     objects = MemoryStore()
     monkeypatch.setattr("obstore.store.from_url", lambda *_, **__: objects)
-    monkeypatch.setattr("gateway.commands.migrate.find_state", lambda _: Place(tmp_path, postgres.address, "s3://b/p"))
+    monkeypatch.setattr("tidemill.commands.state.find_state", lambda _: Place(tmp_path, postgres.address, "s3://b/p"))
     places = [Place(tmp_path / name, postgres.address, "s3://b/p") for name in "ab"]
     options: Any = {"limits": FAST_BEATS, "hold_after": 0, "host": "0.0.0.0", "state_dir": "postgresql://"}
 

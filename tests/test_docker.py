@@ -20,11 +20,11 @@ import yaml
 
 from engine.config import EngineConfig
 from engine.refusals import check_combinations
-from gateway.cli import _parser
-from gateway.commands.flags import flags_of, resolve_configs, unknown_variables
 from gateway.config import ServerConfig
 from gateway.server import CLOSE_SECONDS, LAST_SECONDS
 from gateway.store.opening import find_state
+from tidemill.cli import _parser
+from tidemill.flags import flags_of, resolve_configs, unknown_variables
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKER = ROOT / "docker"

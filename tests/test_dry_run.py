@@ -14,9 +14,10 @@ from tiny_models import llama_config, write_config
 
 from engine import __version__
 from engine.config import EngineConfig
-from gateway import cli
-from gateway.commands.flags import flags_of
 from gateway.config import ServerConfig
+from tidemill import cli
+from tidemill.commands import serve
+from tidemill.flags import flags_of
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +158,7 @@ def test_a_wrong_value_starts_nothing(
     dry: tuple[str, ...],
 ) -> None:
     started: list[object] = []
-    monkeypatch.setattr(cli, "_load", lambda *given: started.append(given))
+    monkeypatch.setattr(serve, "_load", lambda *given: started.append(given))
     monkeypatch.setitem(sys.modules, "ray", None)  # also where it is installed
     (tmp_path / "file").touch()
     words = [word.replace("{tmp}", str(tmp_path)) for word in argv]
@@ -190,7 +191,7 @@ def test_where_several_engines_would_run(capsys: pytest.CaptureFixture[str], mon
 def test_what_a_drop_does_not_go_with_is_refused_before_a_process_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, way: str, argv: list[str], why: str
 ) -> None:
-    monkeypatch.setattr(cli, "_make_engine", lambda *_args: pytest.fail("an engine is made"))
+    monkeypatch.setattr(serve, "_make_engine", lambda *_args: pytest.fail("an engine is made"))
     base = ["--dry-run"] if way == "dry run" else []
     given = ["serve", *base, "--port", "0", "--device", "cpu", "--engines", "2", "--overload", "drop", *argv]
     assert cli.main(given) == 2

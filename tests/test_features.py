@@ -12,8 +12,8 @@ from benchmarks.__main__ import BENCHES
 from benchmarks.experiments.main import EXPERIMENTS
 from benchmarks.features import FEATURES as BENCHED
 from engine.config import EngineConfig
-from gateway.commands.flags import flags_of
 from gateway.config import ServerConfig
+from tidemill.flags import flags_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = tomllib.loads((ROOT / "docs" / "develop" / "features.toml").read_text())

@@ -23,8 +23,8 @@ from engine.process.client import EngineProcess
 from engine.process.launcher import SILENCE, ProcessOptions
 from engine.process.requests import RestartPolicy
 from engine.process.suspects import LONE_DEATHS, SUSPECT_AFTER
-from gateway.commands.engines import RESTART, restart
 from gateway.store.folder import open_state
+from tidemill.commands.state import RESTART, restart
 
 
 @asynccontextmanager

@@ -20,8 +20,8 @@ from engine.process.client import EngineProcess
 from engine.process.launcher import ProcessOptions
 from engine.process.requests import RestartPolicy
 from engine.scheduling.output import Chunk
-from gateway.cli import main
-from gateway.commands.engines import table
+from tidemill.cli import main
+from tidemill.commands.state import table
 
 CHILD = Path(__file__).parent / "scripted_child.py"
 ENTRIES = [

@@ -10,8 +10,8 @@ from engine.build import profile_folder
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.machine.folders import adopt, user_folder
-from gateway.commands import pull
 from gateway.store.opening import state_path
+from tidemill.commands import models
 
 
 def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_without_a_home_folder_the_error_names_the_flag(monkeypatch: pytest.Monk
         with pytest.raises(ConfigError, match="set --profile-dir to a folder"):
             profile_folder(EngineConfig())
         with pytest.raises(ConfigError, match="set HF_HOME to a folder"):
-            pull.run("owner/name", None, print)
+            models.pull("owner/name", None, print)
     monkeypatch.delenv("HOME")
     with pytest.raises(ConfigError, match="--state-dir ~/s: this user has no home folder"):
         state_path("~/s")

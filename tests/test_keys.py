@@ -13,9 +13,9 @@ from fake_engine import MODEL
 from engine.api import ColocationStats, EngineStats, RequestClass
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from gateway.commands import preflight
 from gateway.config import ServerConfig
 from gateway.http.keys import KeyRing, key_of, load_keys
+from tidemill.commands import preflight
 
 
 def test_a_file_of_keys(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ from engine.models.transformers_shape import load_shape
 from engine.process.launcher import Source
 from engine.text.tokenizer import Tokenizer
 from engine.triton_kernels import twins
-from gateway import cli
 from gateway.models import ModelNames
+from tidemill import cli
 
 pytestmark = pytest.mark.timeout(600)  # the first test may have to build the library
 BLOCK = 4

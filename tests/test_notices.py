@@ -19,9 +19,9 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.notices import MAX_ATTEMPTS, MAX_PAUSE, SECRET, TARGET, Notifier, Target, read_target, run_command
-from gateway.commands.preflight import check_start
 from gateway.config import ServerConfig
 from gateway.store.objects import BatchJob, BatchStatus, FileObject, Notice, new_file_id
+from tidemill.commands.preflight import check_start
 
 KEY = "whsec_" + base64.b64encode(b"0123456789abcdef01234567").decode()
 BATCH = "batch_" + "0" * 32

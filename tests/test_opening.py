@@ -29,10 +29,10 @@ from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
 from engine.errors import ConfigError
 from engine.process import launcher
 from engine.text.tokenizer import Tokenizer
-from gateway.commands.preflight import check_folder
 from gateway.store.folder import open_state
 from gateway.store.opening import MISTAKES, check_free
 from gateway.telemetry.request_log import RequestLog
+from tidemill.commands.preflight import check_folder
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.machine.output import TextOutput
-from gateway import cli
-from gateway.commands import engines
+from tidemill import cli
+from tidemill.commands import state
 
 CLOSE = {"stdout": ">&-", "stderr": "2>&-"}
 
@@ -69,7 +69,7 @@ def test_the_exit_code_of_a_command(words: str, stream: str, kind: str, code: in
 
 @pytest.mark.parametrize("kind", ["full", "ended"])
 def test_work_is_done_although_its_lines_are_lost(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "restart", lambda _state_dir: "line " * 5000)
+    monkeypatch.setattr(state, "restart", lambda _state_dir: "line " * 5000)
     with broken(kind) as descriptor, open(descriptor, "w", closefd=False, encoding="utf-8") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert cli.main(["fleet", "restart"]) == 0

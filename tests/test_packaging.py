@@ -96,7 +96,7 @@ def test_an_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Pa
             (tmp_path / "libs" / entry.name).symlink_to(entry)
     environment = {**os.environ, "PYTHONPATH": f"{site}:{tmp_path / 'libs'}"}
     code = (
-        "import gateway, engine, predictor, loadgen, engine.core, gateway.cli, pathlib, sys;"
+        "import gateway, engine, predictor, loadgen, engine.core, tidemill.cli, pathlib, sys;"
         "sys.exit(not str(pathlib.Path(engine.__file__)).startswith(sys.argv[1]))"
     )
     done = subprocess.run([python, "-c", code, str(site)], env=environment, cwd=tmp_path, check=False)

@@ -30,7 +30,7 @@ from engine.models.quantized import Int4Linear, QuantizedLinear, RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.transformers_shape import load_shape
 from engine.models.unpacking import dense
-from gateway.commands.report import report_launch
+from tidemill.commands.preflight import report_launch
 
 CPU = torch.device("cpu")
 INTEGERS = ("w8a8", "w8a8 by tensors")

@@ -11,12 +11,9 @@ import pytest
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.config import EngineConfig
 from engine.virtual import Arrival, VirtualRecord, VirtualRun
-from gateway import cli
-from gateway.commands.flags import flags_of, resolve_configs
 from gateway.config import ServerConfig
-from loadgen import InputError, simulate, traces, workloads
+from loadgen import InputError, traces, workloads
 from loadgen.plan import Job
-from loadgen.simulation import report
 from loadgen.simulation.device import SHARED_CORES, Simulated, named_device, profiled_device, read_profile, shape_of
 from loadgen.simulation.planner import Answer, Question, answer, measured, parts
 from loadgen.simulation.run import Ran
@@ -25,6 +22,8 @@ from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 from predictor.profile import CacheCosts, Profile, ProfileKey
 from predictor.slo import SLO
+from tidemill import cli, plan_report, simulate
+from tidemill.flags import flags_of, resolve_configs
 
 STEP, PER_TOKEN = 0.030, 0.0003
 SECONDS = 24.0
@@ -91,8 +90,8 @@ def test_answers_repeat_themselves(profile: Path) -> None:
 def test_an_slo_out_of_reach_is_said_and_so_is_why(profile: Path) -> None:
     found = ask(profile, "tbt_p99=15ms")  # a step alone takes 30 ms
     assert not found.kept and found.alone is not None and found.alone.attainment() == 0.0
-    assert "not even without offline work" in report.show(found, "MODEL", ())
-    assert "MISSED" in report.show(found, "MODEL", ())
+    assert "not even without offline work" in plan_report.show(found, "MODEL", ())
+    assert "MISSED" in plan_report.show(found, "MODEL", ())
 
 
 def test_the_budget_is_chosen_on_the_first_half_and_reported_on_the_second(profile: Path) -> None:
@@ -119,7 +118,7 @@ def test_a_given_budget_is_taken_without_a_search(profile: Path) -> None:
     found = ask(profile, "tbt_p99=120ms", budget=BudgetParams("hygen", 0.060))
     assert found.search is None and found.budget.latency_budget == 0.060
     assert found.beside.requests > 40, "the whole traffic is reported"
-    assert "(given)" in report.show(found, "MODEL", ())
+    assert "(given)" in plan_report.show(found, "MODEL", ())
 
 
 def test_a_budget_of_zero_leaves_offline_work_the_idle_time(profile: Path) -> None:
@@ -134,8 +133,8 @@ def test_one_class_alone_is_a_question_too(profile: Path) -> None:
     offline = ask(profile, "tbt_p99=120ms", replace(made, online=None))
     assert offline.alone is None and offline.beside.offline_tokens > 0 and not offline.verdicts
     for found in (online, offline):
-        assert "tidemill serve" in report.show(found, "MODEL", ())
-        json.dumps(report.document(found, "MODEL", ()), allow_nan=False)
+        assert "tidemill serve" in plan_report.show(found, "MODEL", ())
+        json.dumps(plan_report.document(found, "MODEL", ()), allow_nan=False)
 
 
 def record(
@@ -188,7 +187,7 @@ def test_the_serve_command_makes_the_configuration_that_was_asked_about(profile:
     )
     found = replace(ask(profile, "tbt_mean=50ms", replace(traffic(), jobs=())))
     found = replace(found, question=replace(found.question, config=asked))
-    words = report.serve_command(found, "MODEL").split()
+    words = plan_report.serve_command(found, "MODEL").split()
     assert words[:2] == ["tidemill", "serve"]
     config, _ = resolve_configs(cli._parser().parse_args(words[1:]), [EngineConfig, ServerConfig], {})
     assert replace(config, model="") == asked
@@ -260,8 +259,9 @@ def test_a_measured_machine_has_what_it_was_measured_with(profile: Path, tmp_pat
 
 def test_larger_steps_are_suggested_where_the_slo_does_not_bind(profile: Path) -> None:
     found = ask(profile, "ttft_p99=60s,tbt_p99=10s")
-    assert found.kept and "larger ones may give more (--max-num-batched-tokens 2048" in report.show(found, "MODEL", ())
-    tight = report.show(ask(profile, "tbt_p99=60ms"), "MODEL", ())
+    shown = plan_report.show(found, "MODEL", ())
+    assert found.kept and "larger ones may give more (--max-num-batched-tokens 2048" in shown
+    tight = plan_report.show(ask(profile, "tbt_p99=60ms"), "MODEL", ())
     assert "larger ones may give more" not in tight and "requests are few to judge this SLO by, 1000 would do" in tight
 
 
@@ -368,7 +368,8 @@ def test_a_machine_by_name_takes_the_steps_of_a_real_start(
     assert (made.config.max_num_seqs, made.config.max_num_batched_tokens) == steps
     few = replace(traffic(seconds=1.0), jobs=())
     question = Question(made, few, config, SLO.parse("5%"), 1.0, budget=BudgetParams("hygen", 0.0))
-    assert "--max-num-seqs {} --max-num-batched-tokens {}".format(*steps) in report.show(answer(question), "MODEL", ())
+    shown = plan_report.show(answer(question), "MODEL", ())
+    assert "--max-num-seqs {} --max-num-batched-tokens {}".format(*steps) in shown
 
 
 def test_a_profile_of_wide_steps_is_simulated_with_wide_steps(profile: Path, tmp_path: Path) -> None:

@@ -30,8 +30,6 @@ from test_store import NOW, a_batch, a_file
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from gateway.cli import main
-from gateway.commands.migrate import migrate
 from gateway.store.bucket import Bucket
 from gateway.store.disk import Disk, StorageError
 from gateway.store.folder import open_state
@@ -39,6 +37,8 @@ from gateway.store.objects import BatchStatus, LineRef, LineResult, Usage, new_f
 from gateway.store.opening import Place, find_state
 from gateway.store.row_store import RowStore
 from gateway.store.schema import VERSION
+from tidemill.cli import main
+from tidemill.commands.state import migrate
 
 pytestmark = [pytest.mark.postgres, pytest.mark.slow]
 

@@ -24,8 +24,6 @@ from engine.scheduling.offline import whole
 from engine.scheduling.urgency import binds, overdue, prefill_pace
 from engine.text.tokenizer import Tokenizer
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRun
-from gateway.commands import preflight
-from gateway.commands.flags import add_flags, find_given, flags_of
 from gateway.config import ServerConfig
 from gateway.generate.params import promise_of
 from gateway.generate.wire import ChatCompletionRequest
@@ -37,6 +35,8 @@ from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.promise import Promise
 from predictor.slo import SLO, SLOError
+from tidemill.commands import preflight
+from tidemill.flags import add_flags, find_given, flags_of
 
 CLASSES = "ttft_p99=1s,tbt_p99=100ms;premium:ttft_p99=300ms,tbt_p99=50ms;agent:e2e_p99=20s"
 SLOS = SLO.parse(CLASSES)

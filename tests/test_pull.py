@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.models import hub as models_hub
 from engine.models.hub import resolve_model_folder
-from gateway import cli
+from tidemill import cli
 
 NAME = "acme/small"
 WEIGHTS = bytes(range(256)) * 8192  # 2 MiB: several pieces of the library's

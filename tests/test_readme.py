@@ -18,7 +18,7 @@ import pytest
 from batch_tools import FAST, open_folder
 from fake_engine import Served, demo_engine, serve
 
-from gateway import cli
+from tidemill import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

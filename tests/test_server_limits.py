@@ -652,7 +652,7 @@ def swallows(*given):
         print("swallowed", file=sys.stderr)
     return load(*given)
 Tokenizer.load = swallows
-from gateway.cli import main
+from tidemill.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

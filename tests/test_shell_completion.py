@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway import cli
-from gateway.commands.help import SHELLS, actions
+from tidemill import cli
+from tidemill.flags import SHELLS, actions
 
 CASES: list[tuple[list[str], set[str]]] = [
     (["tidemill", "ser"], {"serve"}),

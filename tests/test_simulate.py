@@ -11,7 +11,7 @@ from engine.api import RequestClass
 from engine.config import EngineConfig
 from engine.limits import SchedulerConfig
 from engine.scheduling.objective import UNLIMITED, StepObjective
-from loadgen import simulate, workloads
+from loadgen import workloads
 from loadgen.plan import FIRST_OFFLINE, Job, Plan, PromptMaker, TokenIds, Windows
 from loadgen.simulation.device import measured_device, named_device, read_profile
 from loadgen.simulation.run import Metrics, requests
@@ -21,6 +21,7 @@ from loadgen.traces import Content, Trace
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
 from predictor.profile import Profile, ProfileKey
+from tidemill import simulate
 
 
 @pytest.mark.slow

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError
 from gateway.batch.results import response_row
-from gateway.commands.chat import RefusedError
-from gateway.commands.outputs import replacing
 from tidemill import Batch, BatchResult, tables
-from tidemill.cells import cell, clean
+from tidemill.client import RefusedError
+from tidemill.files import replacing
 from tidemill.journal import Journal
 from tidemill.recipe import Recipe
+from tidemill.tables import cell, clean
 
 ODD_TEXTS = ["\r", "a\rb", "\0", "\ud800", "", '"', "é\u2028", ";"]
 TEXT = st.text(st.characters(codec=None), max_size=6) | st.sampled_from(ODD_TEXTS)
@@ -209,7 +209,7 @@ class serving:
         for name in ("upload", "call", "batch", "download"):
             setattr(client, name, getattr(server, name))
         client.batches = server.list_batches
-        self._patch = patch("tidemill.batch.BatchClient", lambda _options: client)
+        self._patch = patch("tidemill.batch.ServerClient", lambda _options: client)
 
     def __enter__(self) -> None:
         self._patch.__enter__()

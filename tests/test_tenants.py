@@ -16,11 +16,11 @@ from fake_engine import MODEL, Script, Served
 
 from engine.api import EngineRequest, EngineStats, EngineView, TokenCosts
 from engine.text.tokenizer import Tokenizer
-from gateway import cli
 from gateway.batch.routes import Bill
 from gateway.store.objects import Usage
 from gateway.telemetry.engine_time import EngineTime
 from gateway.web import routes as web
+from tidemill import cli
 
 MISSING_FILE, MISSING_BATCH = "file-" + "0" * 32, "batch_" + "0" * 32
 UNREACHABLE = "no key belongs to tenant"

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
-from gateway.commands.chat import ChatClient, ChatError, ChatOptions, run_chat
+from tidemill.client import ChatError, ChatOptions, ServerClient
+from tidemill.commands.chat import run_chat
 
 
 class Server(ThreadingHTTPServer):
@@ -169,7 +170,7 @@ def test_what_the_server_refuses_is_shown(
     converse(monkeypatch, ChatOptions(server.url, model="x"), "hi")
     assert capsys.readouterr().err == "tidemill: no such model\n"
     with pytest.raises(ChatError, match="status 404"):
-        ChatClient(ChatOptions(server.url)).first_model()
+        ServerClient(ChatOptions(server.url)).first_model()
 
 
 def test_no_server_is_one_clear_error() -> None:
@@ -183,7 +184,7 @@ def test_no_server_is_one_clear_error() -> None:
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:notaport"])
 def test_a_wrong_url_is_a_wrong_flag(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
-        ChatClient(ChatOptions(url))
+        ServerClient(ChatOptions(url))
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: Server) -> None:

@@ -7,6 +7,7 @@ was interrupted continues: the second run with the same output sends only the ro
 
 import asyncio
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -18,16 +19,75 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from gateway.commands.batch_client import BatchClient, BatchProgress
-from gateway.commands.chat import server_options
-from gateway.commands.outputs import disk_error, same_file
-from tidemill import stores, tables
-from tidemill.cells import Row, json_line
-from tidemill.estimate import Estimate, estimate
+from tidemill import files, tables
+from tidemill.client import ChatError, ServerClient, server_options
+from tidemill.files import disk_error, same_file
 from tidemill.journal import Journal
-from tidemill.recipe import Recipe
-from tidemill.rows import SourceRows
+from tidemill.progress import BatchProgress, duration_text
+from tidemill.recipe import Recipe, Request, SourceRows
 from tidemill.run import TableRun
+from tidemill.tables import Row, json_line
+
+SAMPLE_ROWS = 20
+CHARS_PER_TOKEN = 4.0
+"""Of English text, for a server that does not count tokens."""
+_SPEED = re.compile(r"^tidemill_batch_tokens_per_second(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Rows with a request, the first request, and expected tokens. None: unknown."""
+
+    rows: int
+    request: Request
+    prompt_tokens: int
+    output_tokens: int | None
+    """Longest answers; None: the requests have no limit."""
+    tokens_per_second: float | None
+
+    def text(self, price_in: float | None = None, price_out: float | None = None) -> str:
+        """Describe the work. Prices are those of a million tokens."""
+        output = "" if self.output_tokens is None else f" and at most {self.output_tokens:,} output tokens"
+        lines = [f"{self.rows:,} rows, about {self.prompt_tokens:,} prompt tokens{output}"]
+        if self.tokens_per_second:
+            seconds = (self.prompt_tokens + (self.output_tokens or 0)) / self.tokens_per_second
+            lines.append(f"about {duration_text(seconds)} at the server's recent speed of batch work")
+        if price_in is not None or price_out is not None:
+            cost = self.prompt_tokens * (price_in or 0.0) + (self.output_tokens or 0) * (price_out or 0.0)
+            lines.append(f"price: about {cost / 1e6:,.2f}")
+        return "\n".join(lines)
+
+
+def estimate(client: ServerClient, rows: SourceRows) -> Estimate:
+    """Return the work of checked rows. A server is asked for its count of tokens and its speed if it is there."""
+    assert rows.first is not None
+    chars, count, limits = 0, 0, list[Any]()
+    sample: list[Request] = []
+    for _, _, request, _ in rows:
+        if request is not None:
+            count += 1
+            chars += _size(request)
+            limits.append(request.body.get("max_tokens") or request.body.get("max_completion_tokens"))
+            if len(sample) < SAMPLE_ROWS:
+                sample.append(request)
+    try:
+        tokens = sum(int(client.call("POST", "/tokenize", _asked(each))["count"]) for each in sample)
+        found = _SPEED.search(client.metrics())
+    except (ChatError, LookupError, TypeError, ValueError):
+        tokens, found = 0, None
+    ratio = sum(map(_size, sample)) / tokens if tokens else CHARS_PER_TOKEN
+    outputs = sum(limits) if all(isinstance(each, int) for each in limits) else None
+    return Estimate(count, rows.first, round(chars / ratio), outputs, float(found[1]) if found else None)
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    return {name: request.body[name] for name in ("model", "messages", "prompt") if name in request.body}
+
+
+def _size(request: Request) -> int:
+    """Return the characters of a prompt."""
+    texts = [each.get("content") for each in request.body.get("messages") or () if isinstance(each, dict)]
+    return sum(len(str(text)) for text in (*texts, request.body.get("prompt") or request.body.get("input") or ""))
 
 
 def _tell(message: str) -> None:
@@ -46,7 +106,7 @@ class BatchResult:
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows of the output."""
-        if self.output is None or stores.scheme_of(self.output):
+        if self.output is None or files.scheme_of(self.output):
             return iter(self.rows)
         return tables.read_rows(Path(self.output))
 
@@ -117,7 +177,7 @@ class Batch:
         with _folder() as folder:
             rows = self._rows(folder)
             _target(self._output, folder)
-            return estimate(BatchClient(server_options(self.url, self.api_key)), rows)
+            return estimate(ServerClient(server_options(self.url, self.api_key)), rows)
 
     @property
     def _output(self) -> str | None:
@@ -139,7 +199,7 @@ class Batch:
         return rows
 
     def _run(self, stop: threading.Event) -> BatchResult:
-        client = BatchClient(server_options(self.url, self.api_key))
+        client = ServerClient(server_options(self.url, self.api_key))
         output = self._output
         with ExitStack() as stack:
             folder = stack.enter_context(_folder())
@@ -160,8 +220,8 @@ class Batch:
             run = TableRun(client, journal, rows.recipe, rows, self.window, follow, self.tell, stop, self.retry_failed)
             run.to_the_end()
             counts = run.write(target)
-            if output is not None and stores.scheme_of(output):
-                stores.put(target, output)
+            if output is not None and files.scheme_of(output):
+                files.put(target, output)
             found = () if output is not None else tuple(tables.read_rows(target))
             answered = counts.pop("", 0)
             return BatchResult(answered + counts.total(), counts.total(), dict(counts.most_common()), output, found)
@@ -170,7 +230,7 @@ class Batch:
         """Raise ConfigError if the output exists and no run has begun to write it."""
         if output is None or self.force or not journal.is_empty:
             return
-        if stores.exists(output) if stores.scheme_of(output) else os.path.lexists(output):
+        if files.exists(output) if files.scheme_of(output) else os.path.lexists(output):
             raise ConfigError(f"{output}: the file exists and is not the work of this command; --force replaces it")
 
 
@@ -187,9 +247,9 @@ def _folder() -> Iterator[Path]:
 
 def _source(source: Any, folder: Path) -> Path:
     """Return a local file with the rows of `source`."""
-    if isinstance(source, str) and stores.scheme_of(source):
+    if isinstance(source, str) and files.scheme_of(source):
         path = folder / f"source{tables.check_suffix(source.partition('?')[0])}"
-        stores.fetch(source, path)
+        files.fetch(source, path)
         return path
     if isinstance(source, str | os.PathLike):
         path = Path(source)
@@ -217,8 +277,8 @@ def _target(output: str | None, folder: Path) -> Path:
     if output is None:
         return folder / "output.jsonl"
     suffix = tables.check_suffix(output)
-    if stores.scheme_of(output):
-        stores.check_writable(output)
+    if files.scheme_of(output):
+        files.check_writable(output)
         return folder / f"output{suffix}"
     if not Path(output).absolute().parent.is_dir():
         raise ConfigError(f"{output}: the folder does not exist")
@@ -229,7 +289,7 @@ def _journal_folder(output: str | None) -> Path | None:
     """Return the folder that lets a run with this output continue; None if nothing is kept."""
     if output is None:
         return None
-    if not stores.scheme_of(output):
+    if not files.scheme_of(output):
         return Path(f"{os.path.realpath(output)}.tidemill")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "tidemill" / "runs" / uuid.uuid5(uuid.NAMESPACE_URL, output).hex

@@ -21,9 +21,9 @@ from typing import Any
 
 from engine.errors import ConfigError
 from gateway.batch.results import is_intact, is_sealed
-from gateway.commands.outputs import disk_error
-from tidemill.cells import parse_json
+from tidemill.files import disk_error
 from tidemill.recipe import is_answer, is_id
+from tidemill.tables import parse_json
 
 BUFFER_BYTES = 1 << 20
 _SEAL = b'{"crc":"%08x",%b\n'

@@ -19,8 +19,8 @@ from engine.process.launcher import ProcessOptions
 from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.config import ServerConfig
-from tidemill.cells import Row
 from tidemill.recipe import CHAT, Recipe, failure
+from tidemill.tables import Row
 
 MODEL = "model"
 MAX_REQUESTS = 512

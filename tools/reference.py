@@ -20,11 +20,11 @@ from grafana_dashboard import registry_families  # noqa: E402
 from engine import errors as engine_errors  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
 from engine.scheduling import policies  # noqa: E402
-from gateway import cli  # noqa: E402
-from gateway.commands.flags import Flag, flags_of  # noqa: E402
 from gateway.config import ServerConfig  # noqa: E402
 from gateway.endpoints import POSTS  # noqa: E402
 from gateway.http import errors  # noqa: E402
+from tidemill import cli  # noqa: E402
+from tidemill.flags import Flag, flags_of  # noqa: E402
 
 NOTE = "<!-- written by tools/reference.py -->\n"
 

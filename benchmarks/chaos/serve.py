@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.process import client, launcher
 from engine.process.requests import RestartPolicy
-from gateway.cli import main
+from tidemill.cli import main
 
 if __name__ == "__main__":
     replaced: Any = client

@@ -9,7 +9,6 @@ another database, which was lost, emptied or replaced by a backup. They are neve
 import asyncio
 import errno
 import fcntl
-import importlib
 import json
 import logging
 import os
@@ -237,11 +236,12 @@ def state_path(given: str | None) -> Path:
 def find_postgres() -> Any:
     """Return the module of PostgreSQL. Raise ConfigError without psycopg."""
     try:
-        return importlib.import_module("gateway.store.postgres")
+        from gateway.store import postgres
     except ImportError as error:
         raise ConfigError(
             f"--state-dir postgresql://... needs {error.name}; run {install_command('cluster')}"
         ) from None
+    return postgres
 
 
 def check_free(root: Path) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
-from gateway.commands.flags import command_line
 from loadgen.simulation.planner import Answer, Arm, Verdict
 from loadgen.stats import wilson
 from loadgen.target import window_seconds
@@ -15,6 +14,7 @@ from loadgen.traces import Trace
 from predictor.features import BatchFeatures
 from predictor.promise import DEFAULT_CLASS
 from predictor.slo import Objective
+from tidemill.flags import command_line
 
 HOUR = 3600.0
 

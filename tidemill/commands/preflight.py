@@ -6,10 +6,11 @@ weights, downloads nothing and changes no file; it fails with the errors of a st
 """
 
 import errno
-import importlib
-import importlib.util
+import importlib.metadata
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +18,12 @@ from engine import __version__, openmp
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError
 from engine.machine.extras import install_command
-from engine.machine.facts import available_memory, share_out
+from engine.machine.facts import available_memory, read_processor, share_out
 from engine.machine.output import say
 from engine.refusals import check_combinations
-from gateway.commands.flags import Flag, FlagValue, flags_of
-from gateway.commands.report import line, report_launch, report_machine, size
 from gateway.config import ServerConfig
 from predictor.slo import SLO
+from tidemill.flags import Flag, FlagValue, flags_of
 
 
 def check_start(engine_config: EngineConfig, server_config: ServerConfig) -> None:
@@ -56,7 +56,9 @@ def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = Tru
 
 
 def _check_engine(config: EngineConfig) -> None:
-    importlib.import_module("engine.scheduling.policies").find_policy(config.online_policy)
+    from engine.scheduling.policies import find_policy
+
+    find_policy(config.online_policy)
     for adapter in parse_adapters(config.lora):
         if not (adapter.folder / "adapter_config.json").is_file():
             raise ConfigError(f"--lora {adapter.name}: {adapter.folder} has no adapter_config.json")
@@ -64,37 +66,42 @@ def _check_engine(config: EngineConfig) -> None:
         check_folder("--profile-dir", config.profile_dir, written=False)  # read-only is fine for existing profiles
 
 
-def _check_server(config: ServerConfig, classes: Sequence[str]) -> Path:
-    """Check address, state folder, API keys, chat template, request log and tracing; return the state folder.
+def _check_server(config: ServerConfig, classes: Sequence[str]) -> None:
+    """Check address, state folder, API keys, chat template, request log and tracing.
 
     `classes`: the service classes of --slo.
     """
-    if config.ray and importlib.util.find_spec("ray") is None:
+    from engine.text.tokenizer import read_template
+    from gateway.batch.notices import read_target
+    from gateway.server import bind
+    from gateway.store import opening
+    from gateway.store.bucket import Bucket
+    from gateway.store.disk import Disk
+    from gateway.telemetry import request_log, tracing
+
+    if config.ray and find_spec("ray") is None:
         raise ConfigError(f"--ray needs ray; run {install_command('ray')}")
-    importlib.import_module("gateway.server").bind(config.host, config.port).close()
-    opening = importlib.import_module("gateway.store.opening")
+    bind(config.host, config.port).close()
     place = opening.find_state(config.state_dir)
-    state: Path = place.folder
     if place.database is not None:
         opening.find_postgres()
     if place.objects is not None:
-        disk = importlib.import_module("gateway.store.disk").Disk()
-        importlib.import_module("gateway.store.bucket").Bucket(place.objects, disk)
-    check_folder("--state-dir", state, faults_pass=True)
-    opening.check_free(state)
+        Bucket(place.objects, Disk())
+    check_folder("--state-dir", place.folder, faults_pass=True)
+    opening.check_free(place.folder)
     _check_keys(config, classes)
     if config.chat_template is not None:
-        importlib.import_module("engine.text.tokenizer").read_template(config.chat_template)
+        read_template(config.chat_template)
     if config.request_log is not None:
-        importlib.import_module("gateway.telemetry.request_log").check_path(config.request_log)
-    importlib.import_module("gateway.telemetry.tracing").find_endpoint(os.environ)
-    importlib.import_module("gateway.batch.notices").read_target(os.environ)
-    return state
+        request_log.check_path(config.request_log)
+    tracing.find_endpoint(os.environ)
+    read_target(os.environ)
 
 
 def _check_keys(config: ServerConfig, classes: Sequence[str]) -> None:
     """Check the keys and their classes; warn of a key file that any user can read."""
-    keys = importlib.import_module("gateway.http.keys")
+    from gateway.http import keys
+
     for unknown in sorted(keys.load_keys(config.api_key, config.api_key_file).classes.difference(classes)):
         raise ConfigError(f"--api-key-file: unknown service class '{unknown}'; --slo has {', '.join(classes)}")
     if config.api_key_file is not None and keys.is_readable_by_others(config.api_key_file):
@@ -173,16 +180,19 @@ def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[st
 
 
 def _server_findings(config: ServerConfig, name: str) -> dict[str, FlagValue]:
-    folder = importlib.import_module("gateway.store.opening")
+    from gateway.store.opening import state_path
+
     return {
         "served_model_name": FlagValue((name,), "the model"),
-        "state_dir": FlagValue(folder.state_path(config.state_dir), DEFAULT),
+        "state_dir": FlagValue(state_path(config.state_dir), DEFAULT),
     }
 
 
 def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], template: str | None) -> list[str]:
     """Return lines about the model that would be loaded; store the chosen values in `found`."""
-    build = importlib.import_module("engine.build")
+    from engine import build
+    from engine.text.tokenizer import Tokenizer
+
     found["model"] = FlagValue("(the packaged demo model)", DEFAULT)
     found["profile_dir"] = FlagValue(build.profile_folder(config), DEFAULT)
     local = build.local_config(config)
@@ -192,9 +202,9 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], te
     plan = build.plan_launch(local)
     notes: list[str] = []
     plan, profile = build.stored_profile(local, plan, notes.append)
-    tokenizer = importlib.import_module("engine.text.tokenizer").Tokenizer.load(plan.folder, template)
+    tokenizer = Tokenizer.load(plan.folder, template)
     _decided(build, config, plan, found)
-    warning = profile and build.slo_warning(SLO.parse(config.slo), profile.model)
+    warning = None if profile is None else build.slo_warning(SLO.parse(config.slo), profile.model)
     if profile is None:
         measured = f"none stored: a start would measure step times for at most {config.profile_seconds:g} s"
     else:
@@ -203,7 +213,7 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], te
     return [
         *report_launch(plan, name),
         line("ends", tokenizer.shown_ends(plan.spec.eos_token_ids)),
-        line("memory", _memory(plan)),
+        line("memory", _model_memory(plan)),
         line("profile", measured),
         *(line("note", note) for note in notes),
         *([] if warning is None else [line("slo", warning)]),
@@ -231,9 +241,82 @@ def _decided(build: Any, config: EngineConfig, plan: Any, found: dict[str, FlagV
         )
 
 
-def _memory(plan: Any) -> str:
+def _model_memory(plan: Any) -> str:
     stay = "" if plan.offload is None else f" ({size(plan.held_bytes)} resident)"
     need = f"weights {size(plan.weight_bytes)}{stay}, cache {size(plan.cache_bytes)}"
     if plan.device != "cpu":
         return f"{need}, of {plan.memory_utilization:.0%} of the device"
     return f"{need}, of {size(available_memory())} free"
+
+
+_IMPLEMENTATIONS = {"own": "native layers", "transformers": "transformers modules"}
+_LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn")
+
+
+def report_machine(tidemill_version: str) -> list[str]:
+    """Return lines for Python, the processor, memory, GPUs and library versions."""
+    processor = read_processor()
+    features = " ".join(processor.shown_features) or "vector features unknown"
+    return [
+        line("tidemill", tidemill_version),
+        line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        line("cpu", processor.name),
+        line("", f"{processor.cores} cores, {processor.threads} threads for this process; {features}"),
+        line("memory", _memory()),
+        *_gpus(),
+        line("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES)),
+    ]
+
+
+def report_launch(plan: Any, name: str) -> list[str]:
+    """Return lines for the model and its cache. `plan` is an engine.execution.plan.LaunchPlan."""
+    tokens = plan.num_blocks * plan.limits.block_size
+    by = _IMPLEMENTATIONS[plan.implementation]
+    about = "about " if plan.device == "cuda" else ""
+    return [
+        line("model", f"{name}: {plan.spec.architecture}, {plan.model.num_parameters:,} parameters, {by}"),
+        line("", f"{plan.precision} on {plan.device}, weights {size(plan.weight_bytes)}"),
+        line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.limits.block_size})"),
+        line("context", f"{plan.limits.max_model_len:,} tokens"),
+        *(line("adapter", f"{each.name}: {each}") for each in plan.adapters),
+        *(line("note", note) for note in plan.notes),
+    ]
+
+
+def line(label: str, text: str) -> str:
+    """Return a line of a report."""
+    return f"{label:<10} {text}"
+
+
+def size(num_bytes: int) -> str:
+    """Return the bytes in GiB or MiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _memory() -> str:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return "unknown"
+    return f"{size(total)} in total"
+
+
+def _gpus() -> list[str]:
+    from torch import cuda
+
+    if not cuda.is_available():
+        return [line("gpu", "none usable by torch")]
+    lines = []
+    for index in range(cuda.device_count()):
+        facts = cuda.get_device_properties(index)
+        free, total = cuda.mem_get_info(index)
+        memory = f"{size(total)}, {size(free)} free"
+        lines.append(line("gpu", f"{facts.name}, {memory}, compute capability {facts.major}.{facts.minor}"))
+    return lines
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -2,6 +2,9 @@
 
 With `--slo` it plans capacity, else it runs a workload once on a simulated device. It needs neither a GPU nor torch.
 Times are in seconds, throughput in tokens/s.
+
+`tidemill worth` estimates the value of the batch work that a machine does beside its chats: it runs the planner once
+for each SLO, on the same traffic.
 """
 
 import argparse
@@ -18,19 +21,19 @@ from engine.errors import ConfigError, TidemillError
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.queues import OFFLINE_POLICIES
 from engine.speculation.trace import DraftTraces, read_traces
-from gateway.commands.flags import add_flags, flags_of, given
 from gateway.config import ServerConfig
 from loadgen import InputError, assemble, flags, workloads
 from loadgen.plan import Windows
-from loadgen.simulation import report
 from loadgen.simulation.device import Simulated, free_chat, named_device, profiled_device, read_profile, with_drafts
 from loadgen.simulation.gpu import DEVICES, MODELS
-from loadgen.simulation.planner import Question, answer
+from loadgen.simulation.planner import Answer, Question, answer
 from loadgen.simulation.policies import find_policy
 from loadgen.simulation.run import Policies, shares_prefixes, simulate
 from loadgen.workloads import Workload
 from predictor.budget import BudgetParams
 from predictor.slo import SLO, SLOError
+from tidemill import plan_report
+from tidemill.flags import add_flags, flags_of, given
 
 MIN_EVALUATIONS = 10
 SECONDS = 300.0
@@ -214,11 +217,11 @@ def _plan(arguments: argparse.Namespace, asked: Asked, slo: SLO) -> int:
     found = answer(question_of(arguments, asked, slo), say)
     say(f"{time.monotonic() - began:.0f} s")
     notes = (*asked.traffic.notes, *asked.device.notes)
-    document = report.document(found, asked.named, notes)
+    document = plan_report.document(found, asked.named, notes)
     if arguments.json:
         print(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode())
     else:
-        print(report.show(found, asked.named, notes))
+        print(plan_report.show(found, asked.named, notes))
     if arguments.out is not None:
         _write(arguments.out / "plan.json", document)
     return 0
@@ -253,5 +256,147 @@ def _single(arguments: argparse.Namespace, asked: Asked) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+HOUR, MILLION = 3600.0, 1e6
+_WORTH = "Estimate the value of the batch work that a machine does beside its chats under one or more SLOs."
+_EPILOG = (
+    "All other flags of `tidemill simulate` describe the machine, the traffic and the offline lines as they do there."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of a million prompt and output tokens, and the rent of the GPU for an hour, in one currency."""
+
+    prompt: float
+    output: float
+    rent: float | None
+
+    def value(self, prompt: float, output: float) -> float:
+        return (prompt * self.prompt + output * self.output) / MILLION
+
+
+@dataclass(frozen=True, slots=True)
+class Hourly:
+    """Offline work beside the chats in one hour. `kept`: whether the SLO holds."""
+
+    slo: str
+    kept: bool
+    lines: float
+    prompt_tokens: float
+    output_tokens: float
+    value: float | None
+
+
+def worth_parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags that `tidemill simulate` does not have."""
+    made = argparse.ArgumentParser(
+        prog="tidemill worth",
+        description="Estimate the value of the batch work that a machine does beside its chats under one or more SLOs.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    made.add_argument("--slo", action="append", help=f"SLO; repeatable (default: {EngineConfig().slo})")
+    made.add_argument("--price-in", type=float, metavar="P", help="price of a million prompt tokens")
+    made.add_argument("--price-out", type=float, metavar="Q", help="price of a million output tokens")
+    made.add_argument("--gpu-hour", type=float, metavar="R", help="rent of the GPU for an hour, in the same currency")
+    made.add_argument("--json", action="store_true", help="print the rows and assumptions as JSON")
+    made.add_argument("--out", type=Path, metavar="FILE", help="write the JSON to a file as well")
+    return made
+
+
+def worth_main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit code: 2 for any error."""
+    own, others = worth_parser().parse_known_args(argv)
+    try:
+        return _run(own, parser().parse_args(others))
+    except (InputError, TidemillError) as error:
+        print(f"tidemill worth: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(own: argparse.Namespace, arguments: argparse.Namespace) -> int:
+    prices = _prices(own)
+    slos = [_parsed(text) for text in own.slo or [EngineConfig().slo]]
+    arguments.slo = str(slos[0])
+    asked = ask(arguments)
+    if not asked.traffic.jobs:
+        raise InputError("without offline lines nothing is left to value; leave out --no-offline")
+    answers = []
+    for slo in slos:
+        print(f"{slo}:", file=sys.stderr, flush=True)
+        answers.append(answer(question_of(arguments, asked, slo), say))
+    rows = [hourly(found, prices) for found in answers]
+    notes = _assumptions(answers[-1], prices, (*asked.traffic.notes, *asked.device.notes))
+    document = {"rows": rows, "rent": prices.rent if prices else None, "assumptions": notes}
+    text = orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
+    print(text if own.json else show(rows, prices, answers[-1], notes))
+    if own.out is not None:
+        own.out.write_text(text + "\n")
+    return 0
+
+
+def _parsed(text: str) -> SLO:
+    try:
+        return SLO.parse(text)
+    except SLOError as error:
+        raise ConfigError(f"--slo: {error}") from None
+
+
+def _prices(own: argparse.Namespace) -> Prices | None:
+    given = [price for price in (own.price_in, own.price_out, own.gpu_hour) if price is not None]
+    if any(not 0.0 <= price < float("inf") for price in given):
+        raise InputError("prices must not be negative")
+    if (own.price_in is None) != (own.price_out is None):
+        raise InputError("--price-in and --price-out belong together")
+    if own.price_in is None:
+        if own.gpu_hour is not None:
+            raise InputError("--gpu-hour needs --price-in and --price-out")
+        return None
+    return Prices(own.price_in, own.price_out, own.gpu_hour)
+
+
+def hourly(found: Answer, prices: Prices | None) -> Hourly:
+    """Return the offline work of an hour; nothing if not even the chats alone keep the SLO."""
+    beside = found.beside
+    scale = HOUR / beside.seconds
+    output = beside.offline_output_tokens * scale
+    prompt = beside.offline_tokens * scale - output
+    value = None if prices is None else prices.value(prompt, output)
+    return Hourly(str(found.question.slo), found.kept, beside.offline_lines * scale, prompt, output, value)
+
+
+def show(rows: Sequence[Hourly], prices: Prices | None, found: Answer, notes: Sequence[str]) -> str:
+    """Return the table and its assumptions as text."""
+    machine = found.question.machine
+    titles = ["SLO", "kept", "lines/h", "prompt tokens/h", "output tokens/h"]
+    titles += ["value/h"] if prices else []
+    titles += ["of the rent"] if prices and prices.rent else []
+    table = [titles]
+    for row in rows:
+        cells = [row.slo, "yes" if row.kept else "NO"]
+        cells += [f"{each:,.0f}" for each in (row.lines, row.prompt_tokens, row.output_tokens)]
+        if row.value is not None and prices is not None:
+            cells += [f"{row.value:,.2f}"]
+            cells += [f"{row.value / prices.rent:.0%}"] if prices.rent else []
+        table.append(cells)
+    head = f"What one {machine.name} with {machine.model_name} gives beside its chats, estimated:"
+    return "\n".join([head, "", plan_report.aligned(table), "", "Assumptions:", *(f"- {note}" for note in notes)])
+
+
+def _assumptions(found: Answer, prices: Prices | None, notes: Sequence[str]) -> list[str]:
+    question, online = found.question, found.question.traffic.online
+    lines = [
+        "the machine is simulated by the server's own scheduler; HTTP and tokenization are not included",
+        f"the latency model is {question.machine.mape:.1%} off on this device's step times",
+    ]
+    if online is not None and found.alone is not None:
+        lines.append(
+            f"chats: {question.traffic.name}, {found.alone.requests / found.alone.seconds:.3g} a second, on average "
+            f"{online.input_tokens.mean():.0f} prompt and {online.output_tokens.mean():.0f} output tokens, at all hours"
+        )
+    for job in question.traffic.jobs:
+        size = f"{job.lines.input_tokens.mean():.0f} prompt and {job.lines.output_tokens.mean():.0f} output tokens"
+        lines.append(f"batch lines: on average {size}; there is always a line to run")
+    if prices is not None:
+        lines.append(f"prices: {prices.prompt:g} and {prices.output:g} for a million prompt and output tokens")
+    return [*lines, *notes]

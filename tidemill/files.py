@@ -1,18 +1,83 @@
-"""Files at URLs: `https://` is read, `s3://`, `gs://` and `az://` are read and written.
+"""Input and output files of commands: paths, and URLs (`https://` is read, `s3://`, `gs://` and `az://` also written).
 
-Object stores need obstore (the extra `files`), which takes credentials from the environment.
+A path is checked before the work, written beside its place and put there by an atomic rename. Object stores need
+obstore (the extra `files`), which takes credentials from the environment.
 """
 
+import errno
 import importlib
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from secrets import token_hex
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
-
-import httpx
 
 from engine.errors import ConfigError
 from engine.machine.extras import install_command
+
+
+def disk_error(path: Path, error: OSError) -> ConfigError:
+    """Return the error for a file that cannot be read or written, with the way out."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ConfigError(f"{path}: {reason}; make room and run the same command again, which continues")
+    return ConfigError(f"{path}: {reason}")
+
+
+def same_file(first: Path, second: Path) -> bool:
+    """Return whether two paths name one file: by another spelling, a symbolic link or a hard link."""
+    try:
+        return first.samefile(second)
+    except OSError:
+        return os.path.realpath(first) == os.path.realpath(second)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file in the folder of `path` that replaces it at the end of the block. A symbolic link remains one.
+
+    Raises ConfigError if the file cannot be written. After an error `path` is as it was.
+    """
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f"{_prefix(target)}{token_hex(8)}.part")
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "this is a folder; name a file")
+        with part.open("xb") as file:
+            if target.exists():
+                shutil.copymode(target, part)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, target)
+    except OSError as error:
+        raise disk_error(path, error) from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise ConfigError if `replacing` would fail now. Remove files that killed runs have left."""
+    target = Path(os.path.realpath(path))
+    try:
+        for left in target.parent.glob(f"{_prefix(target)}*.part"):
+            left.unlink(missing_ok=True)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "this is a folder; name a file")
+        part = target.with_name(f"{_prefix(target)}{token_hex(8)}.part")
+        part.open("xb").close()
+        part.unlink()
+    except OSError as error:
+        raise disk_error(path, error) from None
+
+
+def _prefix(target: Path) -> str:
+    return f".tidemill-{blake2b(os.fsencode(target.name), digest_size=8).hexdigest()}-"
+
 
 STORES = ("s3", "gs", "az")
 WEB = ("https", "http")
@@ -28,6 +93,8 @@ def scheme_of(name: str) -> str:
 
 def fetch(url: str, target: Path) -> None:
     """Download a URL to a file. Raise ConfigError if it cannot be read."""
+    import httpx
+
     try:
         with target.open("wb") as file:
             if scheme_of(url) in WEB:

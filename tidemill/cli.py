@@ -1,34 +1,33 @@
-"""The `tidemill` command. Each command imports its dependencies when it runs, so `--help` loads no library.
-
-This module and engine/build are the composition root: no other gateway module imports the data plane.
-"""
+"""The `tidemill` command. Each command imports its dependencies when it runs, so `--help` loads no library."""
 
 import argparse
 import dataclasses
-import importlib
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, cast
+from typing import Any, TextIO, cast
 
 from engine import __version__, openmp
-from engine.config import EngineConfig, parse_adapters
+from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
 from engine.machine.extras import install_command
-from engine.machine.folders import adopt
 from engine.machine.output import TextOutput, dropping_stdout, open_streams, say
-from gateway.commands.batch import add_batch, add_server, positive, server_of
-from gateway.commands.flags import flags_of, given, resolve_configs, unknown_variables
-from gateway.commands.help import SHELLS, Parser, RootParser, add_by_task, completion_script
 from gateway.config import ServerConfig
-from gateway.models import ModelNames
+from tidemill.commands.batch import add_batch, add_server, positive, server_of
+from tidemill.flags import (
+    SHELLS,
+    Parser,
+    RootParser,
+    add_by_task,
+    completion_script,
+    flags_of,
+    resolve_configs,
+)
 
-DEMO_NAME = "tidemill-demo"
-_LOADGEN = {"bench": "loadgen.cli", "simulate": "loadgen.simulate", "worth": "loadgen.worth"}
-_LOADGEN_FLAGS = {**_LOADGEN, "bench": "loadgen.flags"}
+MEASURING = ("bench", "simulate", "worth")
+"""Commands that parse their own flags."""
 BROKEN_PIPE = 128 + signal.SIGPIPE
 """Exit code if the reader of the output has ended (`tidemill batch list | head`), as for a process ended by SIGPIPE."""
 
@@ -56,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        if words and words[0] in _LOADGEN:
-            return _loadgen(*words)  # the load generator parses its own flags
+        if words and words[0] in MEASURING:
+            return _main_of(words[0])(words[1:])
         arguments = _parser().parse_args(words)
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
@@ -121,11 +120,6 @@ def _add(
     return command
 
 
-def _command(name: str) -> Any:
-    """Import the module of a command."""
-    return importlib.import_module(f"gateway.commands.{name}")
-
-
 def _add_serve(commands: Any) -> None:
     description = "Serve a model. Flags override TIDEMILL_* variables; these override the file of --config."
     command = _add(commands, "serve", _serve, "serve a model over OpenAI's HTTP API", description)
@@ -157,7 +151,7 @@ def _add_pull(commands: Any) -> None:
 
 def _add_replay(commands: Any) -> None:
     text = "show the last steps before an engine died"
-    command = _add(commands, "replay", lambda words: _command("engines").replay(words.file), text)
+    command = _add(commands, "replay", _replay, text)
     command.add_argument("file", metavar="FILE", type=Path, help="recording, from the folder flights in --state-dir")
 
 
@@ -180,25 +174,39 @@ def _add_migrate(commands: Any) -> None:
 
 @dropping_stdout()
 def _migrate(arguments: argparse.Namespace) -> int:
-    say(_command("migrate").run(arguments.state_dir, arguments.address))
+    from tidemill.commands.state import migrate_state
+
+    say(migrate_state(arguments.state_dir, arguments.address))
     return 0
 
 
 @dropping_stdout()
 def _keys(arguments: argparse.Namespace) -> int:
-    say(_command("migrate").put_key_file(arguments.file, arguments.address))
+    from tidemill.commands.state import put_key_file
+
+    say(put_key_file(arguments.file, arguments.address))
     return 0
 
 
 @dropping_stdout()
 def _fleet(arguments: argparse.Namespace) -> int:
-    say(_command("engines").restart(arguments.state_dir))
+    from tidemill.commands.state import restart
+
+    say(restart(arguments.state_dir))
     return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from tidemill.commands.state import replay
+
+    return replay(arguments.file)
 
 
 @dropping_stdout()
 def _pull(arguments: argparse.Namespace) -> int:
-    return int(_command("pull").run(arguments.model, arguments.revision, say))
+    from tidemill.commands.models import pull
+
+    return pull(arguments.model, arguments.revision, say)
 
 
 def _version(_arguments: argparse.Namespace) -> int:
@@ -207,144 +215,50 @@ def _version(_arguments: argparse.Namespace) -> int:
 
 
 def _completions(arguments: argparse.Namespace) -> int:
-    apart = {}
-    for command, module in _LOADGEN_FLAGS.items():
-        with suppress(ImportError):  # the extra 'loadgen' may not be installed
-            apart[command] = importlib.import_module(module).parser()
+    apart: dict[str, argparse.ArgumentParser] = {}
+    with suppress(ImportError):  # the extra 'loadgen' may not be installed
+        from loadgen import flags
+
+        apart["bench"] = flags.parser()
+        from tidemill import simulate
+
+        apart |= {"simulate": simulate.parser(), "worth": simulate.worth_parser()}
     print(completion_script(_parser(), arguments.shell, apart), end="")
     return 0
 
 
 def _chat(arguments: argparse.Namespace) -> int:
+    from tidemill.commands.chat import run_chat
+
     names = ("model", "system", "max_tokens", "temperature")
     chosen = {name: getattr(arguments, name) for name in names}
-    return int(_command("chat").run_chat(dataclasses.replace(server_of(arguments), **chosen)))
+    return run_chat(dataclasses.replace(server_of(arguments), **chosen))
 
 
 @dropping_stdout()
 def _serve(arguments: argparse.Namespace) -> int:
-    engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
-    for line in unknown_variables([*flags_of(EngineConfig), *flags_of(ServerConfig)], os.environ):
-        say(line)
-    served = server_config.served_model_name or (model_name(engine_config),)
-    ModelNames(served, [each.name for each in parse_adapters(engine_config.lora)])  # raises if a name is taken
-    state = importlib.import_module("gateway.store.opening").find_state(server_config.state_dir)
-    cache = adopt(state.folder, os.environ)
-    preflight = _command("preflight")
-    if arguments.dry_run:
-        origins = given(arguments, [EngineConfig, ServerConfig])
-        return int(preflight.run(origins, engine_config, server_config, model_name(engine_config)))
-    start = _Start()
-    importlib.import_module("gateway.http.connection_limit").raise_descriptor_limit()  # the engine inherits it
-    preflight.check_start(engine_config, server_config)  # loading takes minutes
-    say(f"version {__version__}, starting {served[0]} ...")
-    server = importlib.import_module("gateway.server")
-    if not server_config.served_model_name:
-        server_config = dataclasses.replace(server_config, served_model_name=(model_name(engine_config),))
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `fleet restart` would end a starting server
-    # locked before the model loads, so that a second server on it fails at once
-    folder = importlib.import_module("gateway.store.folder").open_state(state)
-    if cache is not None:
-        with suppress(OSError):  # the disk may be full
-            cache.mkdir(mode=0o700, exist_ok=True)
-    try:
-        return _serve_with(folder, engine_config, server_config, server, start)
-    finally:
-        folder.close_now()
+    from tidemill.commands.serve import serve
 
-
-class _Start:
-    """SIGTERM handler while the server starts: exit with 0 at once, because there is nothing to drain.
-
-    Without a handler, the first process of a container ignores SIGTERM.
-    """
-
-    def __init__(self) -> None:
-        self._ended = False
-        signal.signal(signal.SIGTERM, self._end)
-
-    def _end(self, _number: int, _frame: Any) -> NoReturn:
-        self._ended = True
-        raise SystemExit(0)
-
-    def go_on(self) -> None:
-        """Exit if SIGTERM came before. Imports and C callbacks may have swallowed the SystemExit of the handler."""
-        if self._ended:
-            raise SystemExit(0)
-
-
-def _serve_with(
-    folder: Any, engine_config: EngineConfig, server_config: ServerConfig, server: Any, start: _Start
-) -> int:
-    engine, tokenizer = _load(engine_config, server_config, folder, start.go_on)
-    try:
-        window = server_config.engines * engine.info.batch_lines
-        limits = importlib.import_module("gateway.batch.run").BatchLimits(window_lines=window)
-        app = importlib.import_module("gateway.app").create_app(engine, tokenizer, server_config, folder, limits)
-        start.go_on()
-        return int(server.run(app, server_config))
-    finally:
-        engine.discard()
-
-
-def _load(
-    engine_config: EngineConfig, server_config: ServerConfig, folder: Any, go_on: Callable[[], None]
-) -> tuple[Any, Any]:
-    """Return an engine client and the model's tokenizer, which is loaded before the weights.
-
-    The engine runs in another process, so this one never imports torch.
-    """
-    from engine.text.tokenizer import Tokenizer
-
-    tokenizers: list[Tokenizer] = []
-
-    def planned(plan: Any) -> None:
-        tokenizers.append(Tokenizer.load(Path(plan.folder), server_config.chat_template))
-        for note in plan.notes:
-            say(note)
-        go_on()  # all imports of this process are done; only waiting follows
-
-    engine = _make_engine(engine_config, server_config, folder.root)
-    engine.load(planned)
-    return engine, tokenizers[0]
-
-
-def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root: Path) -> Any:
-    """Return the client of one engine process, or of a fleet."""
-    from engine.flight import Flights
-
-    log_level, pid_file = server_config.log_level, root / "engine.pid"
-    flights = Flights(root / "flights", model_name(engine_config))
-    if server_config.engines == 1 and not server_config.ray:
-        process: Any = importlib.import_module("engine.process.client")
-        options = process.ProcessOptions(log_level=log_level, pid_file=pid_file, flights=flights, spare=True)
-        return process.EngineProcess(engine_config, options)
-    make_fleet = importlib.import_module("engine.fleet.launch").make_fleet
-    fleet = make_fleet(
-        engine_config, server_config.engines, pid_file, log_level=log_level, flights=flights, ray=server_config.ray
-    )
-    for note in fleet.notes:
-        say(note)
-    return fleet.client
+    return serve(arguments)
 
 
 def _profile(arguments: argparse.Namespace) -> int:
+    from tidemill.commands.models import profile
+
     (engine_config,) = resolve_configs(arguments, [EngineConfig])
     openmp.announce(engine_config, say)
-    return int(_command("profile").run(engine_config, say))
+    return profile(engine_config, say)
 
 
-def _loadgen(command: str, *words: str) -> int:
+def _main_of(command: str) -> Callable[[list[str]], int]:
+    """Return the main function of a command of MEASURING. Raise ConfigError if a library is missing."""
     try:
-        module = importlib.import_module(_LOADGEN[command])
+        if command == "bench":
+            from loadgen.cli import main
+
+            return main
+        from tidemill import simulate
+
+        return simulate.main if command == "simulate" else simulate.worth_main
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing; run {install_command('loadgen')}") from None
-    return int(module.main(list(words)))
-
-
-def model_name(config: EngineConfig) -> str:
-    """Return the default name of the model in the API: the hub id, or a folder's name without its path."""
-    if not config.model:
-        return DEMO_NAME
-    folder = Path(config.model).expanduser()
-    return os.fsencode(folder.resolve().name).decode(errors="replace") if folder.is_dir() else config.model

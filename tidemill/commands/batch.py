@@ -9,20 +9,28 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, TidemillError
-from gateway.commands.batch_run import add_run, print_causes, run
-from gateway.commands.outputs import replacing, same_file
+from tidemill.files import replacing, same_file
 
 if TYPE_CHECKING:
-    from gateway.commands.batch_client import BatchClient
-    from gateway.commands.chat import ChatOptions
+    from tidemill.client import ChatOptions, ServerClient
+
 
 MAX_FIRST_LINE = 8 * 1024 * 1024
 FILE_COLUMNS = 30
+MAX_CAUSES = 5
+"""Maximum number of reasons of failed rows that are printed."""
+MAX_CAUSE = 500
+"""Length of a printed reason, characters."""
+_DESCRIPTION = """\
+Run a prompt over the rows of a JSONL, JSON, CSV, TSV or Parquet file, or of an https://, s3://, gs:// or az:// URL, as
+batch jobs of a server, and write the rows with their answers. Ctrl-C leaves the batches running; the same command
+continues, and sends only the rows without an answer."""
 _EXAMPLE = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": '
     '[{"role": "user", "content": "Hello"}]}}'
@@ -41,7 +49,7 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
         return command
 
     def add(
-        name: str, action: "Callable[[BatchClient, argparse.Namespace], int]", text: str
+        name: str, action: "Callable[[ServerClient, argparse.Namespace], int]", text: str
     ) -> argparse.ArgumentParser:
         return add_plain(name, lambda arguments: action(_client(arguments), arguments), text)
 
@@ -103,7 +111,7 @@ def add_server(command: argparse.ArgumentParser) -> None:
 
 def server_of(arguments: argparse.Namespace) -> "ChatOptions":
     """Return the options set by the flags of `add_server`."""
-    from gateway.commands.chat import server_options
+    from tidemill.client import server_options
 
     return server_options(arguments.url, arguments.api_key)
 
@@ -116,13 +124,13 @@ def positive(text: str) -> int:
     return value
 
 
-def _client(arguments: argparse.Namespace) -> "BatchClient":
-    from gateway.commands.batch_client import BatchClient
+def _client(arguments: argparse.Namespace) -> "ServerClient":
+    from tidemill.client import ServerClient
 
-    return BatchClient(server_of(arguments))
+    return ServerClient(server_of(arguments))
 
 
-def _submit(client: "BatchClient", arguments: argparse.Namespace) -> int:
+def _submit(client: "ServerClient", arguments: argparse.Namespace) -> int:
     metadata = pairs_of(arguments.metadata, "--metadata")
     models = pairs_of(arguments.map_model, "--map-model")
     endpoint = arguments.endpoint or _first_url(arguments.file)
@@ -148,7 +156,7 @@ def _submit(client: "BatchClient", arguments: argparse.Namespace) -> int:
 
 def _with_models(path: Path, folder: Path, model: str | None, models: Mapping[str, str]) -> Path:
     """Copy a file of lines to `folder` with other models. The server reports lines that are not requests."""
-    from gateway.commands.batch_client import with_model
+    from tidemill.recipe import with_model
 
     copy = folder / path.name
     try:
@@ -187,8 +195,8 @@ def _why_no_request(line: bytes) -> str:
     return "the first line is not a batch request"
 
 
-def _list(client: "BatchClient", arguments: argparse.Namespace) -> int:
-    from gateway.commands.batch_client import eta_text, progress_text, shortened
+def _list(client: "ServerClient", arguments: argparse.Namespace) -> int:
+    from tidemill.progress import eta_text, progress_text, shortened
 
     batches = list(client.batches(arguments.limit, arguments.tenant))
     ids = {batch["input_file_id"] for batch in batches}
@@ -205,13 +213,13 @@ def _list(client: "BatchClient", arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _watch(client: "BatchClient", arguments: argparse.Namespace) -> int:
+def _watch(client: "ServerClient", arguments: argparse.Namespace) -> int:
     return _follow(client, client.find(arguments.batch_id))
 
 
-def _follow(client: "BatchClient", batch_id: str) -> int:
+def _follow(client: "ServerClient", batch_id: str) -> int:
     """Show the progress until the batch ends and return the exit code. Ctrl-C does not affect the batch."""
-    from gateway.commands.batch_client import BatchProgress
+    from tidemill.progress import BatchProgress
 
     progress, batch = BatchProgress(), dict[str, Any]()
     try:
@@ -228,7 +236,7 @@ def _follow(client: "BatchClient", batch_id: str) -> int:
     return 0 if batch["status"] == "completed" and not failed else 1
 
 
-def _tell_causes(client: "BatchClient", batch: dict[str, Any]) -> bool:
+def _tell_causes(client: "ServerClient", batch: dict[str, Any]) -> bool:
     """Print how many lines failed for each cause, the most frequent first. Return whether a line failed."""
     if not batch.get("error_file_id"):
         return False
@@ -237,7 +245,7 @@ def _tell_causes(client: "BatchClient", batch: dict[str, Any]) -> bool:
     return bool(causes)
 
 
-def _cancel(client: "BatchClient", arguments: argparse.Namespace) -> int:
+def _cancel(client: "ServerClient", arguments: argparse.Namespace) -> int:
     from urllib.parse import quote
 
     batch = client.call("POST", f"/v1/batches/{quote(client.find(arguments.batch_id), safe='')}/cancel")
@@ -245,8 +253,9 @@ def _cancel(client: "BatchClient", arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _results(client: "BatchClient", arguments: argparse.Namespace) -> int:
-    from gateway.commands.batch_client import TERMINAL, progress_text
+def _results(client: "ServerClient", arguments: argparse.Namespace) -> int:
+    from tidemill.client import TERMINAL
+    from tidemill.progress import progress_text
 
     batch = client.batch(client.find(arguments.batch_id))
     if batch["status"] not in TERMINAL:
@@ -277,7 +286,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{path}: the file exists; --force replaces it")
 
 
-def _write(client: "BatchClient", file_id: str, path: Path | None) -> None:
+def _write(client: "ServerClient", file_id: str, path: Path | None) -> None:
     """Download a file to `path`, or to standard output. `path` appears only after a complete download."""
     if path is None:
         try:
@@ -290,3 +299,105 @@ def _write(client: "BatchClient", file_id: str, path: Path | None) -> None:
         return
     with replacing(path) as target:
         client.download(file_id, target)
+
+
+def add_run(command: argparse.ArgumentParser) -> None:
+    """Add the flags of `tidemill batch run`."""
+    command.description = _DESCRIPTION
+    command.add_argument("source", metavar="IN", help="table of rows, or a JSONL file of ready-made batch lines")
+    command.add_argument(
+        "-o", "--output", required=True, metavar="OUT", help="table to write; its suffix is the format"
+    )
+    command.add_argument("--prompt", metavar="TEXT", help="user message; {column} is replaced by the row's value")
+    command.add_argument("--system", metavar="TEXT", help="system message")
+    command.add_argument("--schema", type=Path, metavar="FILE", help="JSON Schema of the answer; a column per property")
+    command.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, tokens (default: the server's)")
+    command.add_argument("--body", metavar="JSON", help="further fields of the request, e.g. '{\"temperature\": 0}'")
+    command.add_argument("--answer", default="answer", metavar="COLUMN", help="column of the answer (default: answer)")
+    command.add_argument("--window", default="24h", help="completion window, e.g. 90m, 24h or 7d (default: 24h)")
+    _add_table_flags(command)
+
+
+def _add_table_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--prefix", default="", metavar="TEXT", help="prefix of all added columns, e.g. llm_ (default: none)"
+    )
+    command.add_argument("--limit", type=int, metavar="N", help="number of rows that are read (default: all)")
+    command.add_argument(
+        "--dry-run", action="store_true", help="show the first request and the expected work; send nothing"
+    )
+    command.add_argument("--price-in", type=float, metavar="P", help="with --dry-run: price of a million prompt tokens")
+    command.add_argument(
+        "--price-out", type=float, metavar="P", help="with --dry-run: price of a million output tokens"
+    )
+    command.add_argument(
+        "--retry-failed", action="store_true", help="send the rows again that the server has refused or answered badly"
+    )
+    command.add_argument("--force", action="store_true", help="replace an output that this command has not written")
+    command.add_argument(
+        "--encoding", metavar="NAME", help="of IN, e.g. latin-1 or cp1252 (default: UTF-8, or as its byte order mark)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit code: 1 if a row has no answer."""
+    from tidemill.batch import Batch
+
+    batch = Batch(
+        arguments.source,
+        arguments.output,
+        prompt=arguments.prompt,
+        system=arguments.system,
+        schema=None
+        if arguments.schema is None
+        else _object(arguments.schema.read_text, f"--schema {arguments.schema}"),
+        model=arguments.model,
+        map_model=pairs_of(arguments.map_model, "--map-model"),
+        max_tokens=arguments.max_tokens,
+        body={} if arguments.body is None else _object(lambda: arguments.body, "--body"),
+        answer=arguments.answer,
+        window=arguments.window,
+        url=arguments.url,
+        api_key=arguments.api_key,
+        prefix=arguments.prefix,
+        limit=arguments.limit,
+        encoding=arguments.encoding,
+        force=arguments.force,
+        retry_failed=arguments.retry_failed,
+    )
+    if arguments.dry_run:
+        _show(batch.estimate(), arguments)
+        return 0
+    try:
+        result = batch.run()
+    except KeyboardInterrupt:
+        print("tidemill: the batches continue on the server; the same command collects the answers", file=sys.stderr)
+        raise
+    print_causes(result.causes, "row")
+    failed = f", {result.failed:,} without an answer" if result.failed else ""
+    print(f"{result.output}: {result.total:,} rows{failed}")
+    return 1 if result.failed else 0
+
+
+def _show(estimate: Any, arguments: argparse.Namespace) -> None:
+    """Print the first request and the expected work."""
+    print(json.dumps(estimate.request.body, ensure_ascii=False, indent=2))
+    print(estimate.text(arguments.price_in, arguments.price_out))
+
+
+def print_causes(causes: Mapping[str, int], noun: str) -> None:
+    """Print how many rows or lines failed for each reason, in the order given. `noun`: "row" or "line"."""
+    for cause, count in islice(causes.items(), MAX_CAUSES):
+        print(f"tidemill: {count:,} {noun if count == 1 else f'{noun}s'}: {cause[:MAX_CAUSE]}", file=sys.stderr)
+
+
+def _object(read: Any, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(read())
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} is not a JSON object")
+    return value

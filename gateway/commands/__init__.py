@@ -1,1 +1,0 @@
-"""Implementations of the `tidemill` commands; `gateway.cli` imports each when it runs."""

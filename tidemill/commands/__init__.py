@@ -1,0 +1,1 @@
+"""Implementations of the `tidemill` commands; `tidemill.cli` imports each when it runs."""
