@@ -1,5 +1,7 @@
 """What the tests of files and batches share: input lines, a client, waiting, and the promises that must always hold."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import json
@@ -10,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from fake_engine import MODEL, FakeEngine, Served, say, serve
+from support.lazy import openai
 
 from engine.api import EngineStats
 from engine.text.tokenizer import Tokenizer

@@ -6,15 +6,15 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
-import openai
 import pytest
 import tokenizer_folders
 from batch_tools import batch_server, client_of, jsonl, keys_of, line, submit
 from fake_engine import MODEL, FakeEngine, Script, Served, say, serve
 from fixtures import StartServer, refuse_blocking
+from support.lazy import anthropic, openai
 from test_batches_api import check_types
 from test_messages_api import TOOLS, ask
 from test_responses_api import THINKS, prompt_of
@@ -23,15 +23,10 @@ from test_tools import TEMPLATE, TWO, scripted
 from engine.api import EngineRequest
 from engine.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    import anthropic
-
 pytestmark = pytest.mark.filterwarnings("default")  # raised by the SDK
 
 
 def sdk(served: Served, **options: Any) -> anthropic.AsyncAnthropic:
-    import anthropic
-
     return anthropic.AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60, **options)
 
 
@@ -61,8 +56,6 @@ async def test_a_stream_gives_what_a_whole_message_has(tmp_path: Path) -> None:
 
 async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
     """Objects of the SDK as they are, results of the tools, and its typed errors."""
-    import anthropic
-
     template = THINKS.replace("{{ message.content", "({{ message.reasoning_content }}){{ message.content")
     async with scripted(tmp_path, f"<think>hm</think>\n\n{TWO}", template) as served, sdk(served) as client:
         messages: list[Any] = [{"role": "user", "content": "Weather?"}]
@@ -94,8 +87,6 @@ async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
 
 
 async def test_models_have_the_form_of_the_clients_api(start_server: StartServer) -> None:
-    import anthropic
-
     served = await start_server(served_model_name=(MODEL, "alias"))
     async with sdk(served) as client:
         listed = [model async for model in client.models.list(limit=1)]
@@ -121,8 +112,6 @@ async def weather(city: str) -> str:
 
 
 async def test_the_tool_runner_goes_on_without_threads(tmp_path: Path) -> None:
-    import anthropic
-
     tokenizer = Tokenizer.load(tokenizer_folders.byte_level(tmp_path, TEMPLATE), probe=False)
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
@@ -185,14 +174,12 @@ async def batches(
         yield served, client, ours
 
 
-Batches = tuple[Served, "anthropic.AsyncAnthropic", openai.AsyncOpenAI]
+Batches = tuple[Served, "anthropic.AsyncAnthropic", "openai.AsyncOpenAI"]
 
 
 @pytest.mark.slow
 async def test_a_large_message_batch(batches: Batches) -> None:
     """More bytes and more objects than other bodies may have; bad ones are errors of their rows or of the request."""
-    import anthropic
-
     _, client, _ = batches
     page = [{"role": "user", "content": "lorem " * 100_000}]
     many = [a_request(f"r{i}") for i in range(9000)] + [a_request(f"p{i}", messages=page) for i in range(8)]
@@ -204,8 +191,6 @@ async def test_a_large_message_batch(batches: Batches) -> None:
 
 
 async def test_a_message_batch_from_creation_to_deletion(batches: Batches) -> None:
-    import anthropic
-
     served, client, ours = batches
     good = [a_request(f"good-{i}") for i in range(5)]
     bad = [a_request("hot", temperature=9), a_request("odd", nonsense=1)]
@@ -247,8 +232,6 @@ async def test_a_message_batch_from_creation_to_deletion(batches: Batches) -> No
 
 
 async def test_a_message_batch_that_is_cancelled(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    import anthropic
-
     async with batch_server(tokenizer, tmp_path, "x", hold_after=0) as (served, _), sdk(served) as client:
         created = await client.messages.batches.create(requests=[a_request(str(i)) for i in range(4)])  # type: ignore[list-item]
         await served.engine.wait_for_event("add")
@@ -268,8 +251,6 @@ async def test_a_message_batch_that_is_cancelled(tokenizer: Tokenizer, tmp_path:
 
 async def test_pages_of_message_batches(batches: Batches) -> None:
     """Batches of other endpoints are left out; those of /v1/messages from /v1/batches are shown."""
-    import anthropic
-
     _, client, ours = batches
     ids = [(await client.messages.batches.create(requests=[a_request("a")])).id for _ in range(4)]  # type: ignore[list-item]
     await submit(ours, jsonl([line(1)]))
@@ -304,8 +285,6 @@ async def test_pages_of_message_batches(batches: Batches) -> None:
 async def test_a_message_batch_that_cannot_run_is_refused_at_once(
     batches: Batches, requests: Requests, message: str
 ) -> None:
-    import anthropic
-
     served, client, ours = batches
     with pytest.raises(anthropic.BadRequestError, match=message):
         await client.messages.batches.create(requests=requests)  # type: ignore[arg-type]
@@ -313,8 +292,6 @@ async def test_a_message_batch_that_cannot_run_is_refused_at_once(
 
 
 async def test_a_message_batch_beyond_a_quota_leaves_no_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    import anthropic
-
     keys = keys_of(tmp_path, "few few lines=2", "small small bytes=300")
     async with batch_server(tokenizer, tmp_path / "state", "x", hold_after=0, api_key_file=keys) as (served, _):
         for key, status in (("few", 429), ("small", 413)):

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from batch_tools import (
     FAST,
@@ -25,6 +24,7 @@ from batch_tools import (
     until,
     upload,
 )
+from support.lazy import openai
 
 from engine.text.tokenizer import Tokenizer
 from gateway.batch import input as batch_input

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import openai
 import pytest
 import tokenizer_folders
 from batch_tools import check_ended, jsonl, leftovers, line
+from support.lazy import openai
 
 ResultT = TypeVar("ResultT")
 LINES = 2000

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 import hypothesis.strategies as st
-import openai
 import pytest
 from batch_tools import batch_server, check_ended, jsonl, line, submit, until, until_counted
 from hypothesis import given, settings
+from support.lazy import openai
 
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.core import EngineCore

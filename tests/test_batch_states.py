@@ -12,7 +12,7 @@ from batch_tools import open_store
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
-from openai.types import Batch
+from support.lazy import openai
 
 from gateway.store.objects import (
     TERMINAL,
@@ -49,7 +49,7 @@ def test_the_table_is_the_contract() -> None:
         ("cancelling", "cancelled"),
     }  # fmt: skip
     assert {(a.value, b.value) for a, after in TRANSITIONS.items() for b in after} == legal
-    assert {s.value for s in S} == set(get_args(Batch.model_fields["status"].annotation))
+    assert {s.value for s in S} == set(get_args(openai.types.Batch.model_fields["status"].annotation))
     assert {S.FAILED, S.COMPLETED, S.EXPIRED, S.CANCELLED} == TERMINAL and set(S) - TERMINAL == UNFINISHED
 
 
@@ -60,7 +60,7 @@ def test_only_what_is_in_the_table_is_legal() -> None:
 
 
 def test_every_state_has_a_timestamp_of_the_api() -> None:
-    assert {status for status in S if field_of(status) not in Batch.model_fields} == {S.VALIDATING}
+    assert {status for status in S if field_of(status) not in openai.types.Batch.model_fields} == {S.VALIDATING}
     assert field_of(S.VALIDATING) is None
 
 

@@ -25,7 +25,6 @@ from random import Random
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import (
     add_batch,
@@ -47,6 +46,7 @@ from batch_tools import (
 )
 from fake_engine import MODEL
 from recording_disk import IO_ERROR, NO_SPACE, READINGS, FaultyDisk, Log, RecordingDisk, write_image
+from support.lazy import openai
 
 from engine.api import RequestClass
 from engine.text.tokenizer import Tokenizer

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import (
     batch_server,
@@ -31,6 +30,7 @@ from batch_tools import (
 )
 from fake_engine import MODEL, Script, Served
 from fixtures import refuse_blocking
+from support.lazy import openai
 
 from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import EngineStepError, EngineUnavailableError, QueueFullError
@@ -39,7 +39,7 @@ from gateway.batch.routes import window_seconds
 from gateway.batch.run import BatchLimits
 from gateway.http.errors import ApiError
 
-Ready = tuple[Served, openai.AsyncOpenAI]
+Ready = tuple[Served, "openai.AsyncOpenAI"]
 
 
 @pytest.fixture

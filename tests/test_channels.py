@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx
 import jsonschema_rs
-import openai
 import pytest
 import tokenizer_folders
 import tokenizers
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.lazy import openai
 from test_tools import FUNCTIONS, TOOLS, Writing, take_apart
 
 from engine.errors import InvalidRequestError

@@ -5,11 +5,11 @@ import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import client_of
 from fake_engine import MODEL, Script, Served
 from fixtures import StartServer
+from support.lazy import openai
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, TokenLogprobs
 from engine.errors import EngineUnavailableError, QueueFullError

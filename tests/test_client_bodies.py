@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from fake_engine import MODEL, FakeEngine, Script, Served, say, serve
 from fixtures import StartServer
+from support.lazy import openai
 from test_responses_api import prompt_of
 from test_tools import TEMPLATE, TOOLS, TWO, client_of, scripted
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import (
     batch_server,
@@ -29,6 +28,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from obstore.store import MemoryStore
 from postgres_server import PostgresServer
+from support.lazy import openai
 from test_store import NOW, a_batch, a_file
 
 from engine.errors import ConfigError

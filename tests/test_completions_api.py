@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import keys_of
 from fake_engine import MODEL, Script, Served
 from fixtures import StartServer
+from support.lazy import openai
 
 from engine.api import EngineRequest, TokenLogprobs
 from engine.text.tokenizer import Tokenizer

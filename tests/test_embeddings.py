@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 import tokenizer_folders
 import torch
@@ -16,6 +15,7 @@ from batch_tools import jsonl, line, open_folder, results_of, submit, until
 from devices import BACKENDS, device_of, linear_of
 from driver import Driver, make_request
 from fake_engine import MODEL, FakeEngine, demo_engine, say, serve
+from support.lazy import openai
 from test_tools import client_of
 from tiny_models import model_folder, reference_model
 

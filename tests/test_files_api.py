@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from anyio import CapacityLimiter
 from batch_tools import batch_server, create, eventually, jsonl, leftovers, line, submit, until, upload
 from fake_engine import Served
 from fixtures import refuse_blocking
 from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
+from support.lazy import openai
 from test_batches_api import check_types
 
 from engine.text.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ from gateway.batch.run import BatchLimits
 from gateway.store.disk import StorageError
 from gateway.store.objects import FileObject
 
-Ready = tuple[Served, openai.AsyncOpenAI]
+Ready = tuple[Served, "openai.AsyncOpenAI"]
 SMALL = BatchLimits(file_bytes=100_000, retry_seconds=0.01, tick_seconds=0.02)
 BOUNDARY = "xyz"
 

@@ -1,5 +1,7 @@
 """Clients and batches over HTTP before several engines, which die: clients see no more than a pause."""
 
+from __future__ import annotations
+
 import asyncio
 import sys
 from collections.abc import AsyncIterator
@@ -8,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import FAST, client_of, eventually, open_folder
 from fake_engine import Served, serve
 from fixtures import refuse_blocking
+from support.lazy import openai
 from test_process_http import CHILD, CONFIG, everything
 
 from engine.api import EngineState

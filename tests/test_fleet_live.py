@@ -3,6 +3,8 @@
 `FLEET_KILLS` says how often, beside how many lines `FLEET_LINES`; `FLEET_SEED` makes other moments.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import random
@@ -15,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import check_ended, jsonl, line, submit
+from support.lazy import openai
 from test_soak import ended, ready_url
 
 from benchmarks.chaos.child import VARIABLE

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from openai import OpenAI
+from support.lazy import openai
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVE = [sys.executable, "-m", "gateway", "serve", "--device", "cpu"]
@@ -50,7 +50,7 @@ def running(command: list[str], url: str, folder: Path) -> Iterator[None]:
 
 def use(url: str) -> None:
     """A batch beside chats, one bad line and one repeated prompt among them."""
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
     body = {
         "model": "tidemill-demo",
         "messages": [{"role": "user", "content": "What is a batch? " * 8}],

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import batch_server, client_of, digest, jsonl, key_file, line, submit, until
 from fake_engine import MODEL
+from support.lazy import openai
 
 from engine.api import ColocationStats, EngineStats, RequestClass
 from engine.errors import ConfigError

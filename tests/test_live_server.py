@@ -1,5 +1,7 @@
 """The whole house: the packaged demo model behind the real server, used by the official client."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import random
@@ -8,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pydantic
 import pytest
 from batch_tools import client_of, eventually
 from fake_engine import Served, demo_engine, serve
 from fixtures import refuse_blocking
 from integrity import check_core
+from support.lazy import openai
 
 from engine.config import EngineConfig
 from engine.engine import Engine

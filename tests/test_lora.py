@@ -9,7 +9,6 @@ from typing import Any
 
 import devices
 import numpy as np
-import openai
 import pytest
 import tiny_transformers
 import torch
@@ -20,6 +19,7 @@ from fake_engine import Served, serve
 from fakes.runner import FakeRunner
 from lora_adapters import Made, adapter_of, make_adapter
 from safetensors.torch import load_file, save_file
+from support.lazy import openai
 from tiny_models import FAMILY_CASES, model_folder, reference_model
 
 from engine.api import EngineRequest, RequestClass

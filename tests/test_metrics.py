@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from fake_engine import MODEL, Served, colocation_stats
 from fixtures import StartServer
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
+from support.lazy import openai
 
 from engine.api import EngineStats, RequestClass
 from engine.text.tokenizer import Tokenizer

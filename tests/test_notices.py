@@ -1,5 +1,7 @@
 """TIDEMILL_ON_BATCH_END: settings, signed events, attempts across restarts, the command, and a server with each."""
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import json
@@ -10,10 +12,10 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from batch_tools import batch_server, eventually, jsonl, line, open_store, submit, until
 from fixtures import http_server
+from support.lazy import openai
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import (
     batch_server,
@@ -25,6 +24,7 @@ from batch_tools import (
 )
 from fake_engine import MODEL
 from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
+from support.lazy import openai
 
 from engine.errors import ConfigError
 from engine.process import launcher

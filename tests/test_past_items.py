@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Required, Union, get_args, get_origin
 
 import pytest
-from openai.types import chat
-from openai.types import responses as oai
 from pydantic import BaseModel
+from support.lazy import openai
 from test_client_bodies import CALL, HI, post, prompt
 from test_responses_api import prompt_of
 from test_tools import TOOLS, scripted
@@ -56,11 +55,18 @@ def members(union: Any) -> Iterator[Any]:
             yield from members(part)
 
 
-ITEMS = [sample(kind) for kind in members(oai.ResponseInputItemParam)]
-OUTPUT_PARTS = [sample(kind) for kind in members(oai.ResponseFunctionCallOutputItemListParam)]
-CHAT_MESSAGES = [sample(kind) for kind in members(chat.ChatCompletionMessageParam)]
-CHAT_PARTS = [sample(kind) for kind in members(chat.ChatCompletionContentPartParam)]
-CHAT_CALLS = [sample(kind) for kind in members(chat.ChatCompletionMessageToolCallUnionParam)]
+@cache
+def samples(module: str, union: str) -> list[Any]:
+    """Return the smallest value of each type in a union of the official client's types."""
+    return [sample(kind) for kind in members(getattr(getattr(openai.types, module), union))]
+
+
+def items() -> list[Any]:
+    return samples("responses", "ResponseInputItemParam")
+
+
+def chat_parts() -> list[Any]:
+    return samples("chat", "ChatCompletionContentPartParam")
 
 
 @cache
@@ -90,15 +96,26 @@ FC: Any = {"type": "function_call", "call_id": "c1", "name": "weather", "argumen
 
 
 def chat_pasts() -> Iterator[list[Any]]:
-    yield from ([HI, message] for message in CHAT_MESSAGES)
-    for part in (*CHAT_PARTS, PICTURE, FUTURE, NESTED, {"a": DEEP_LIST}, "text", {"type": "thinking", "thinking": "x"}):
+    yield from ([HI, message] for message in samples("chat", "ChatCompletionMessageParam"))
+    for part in (
+        *chat_parts(),
+        PICTURE,
+        FUTURE,
+        NESTED,
+        {"a": DEEP_LIST},
+        "text",
+        {"type": "thinking", "thinking": "x"},
+    ):
         yield from ([{"role": role, "content": [part]}] for role in ("user", "assistant", "system", "tool"))
         yield [
             HI,
             {"role": "assistant", "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "c1", "content": [part]},
         ]
-    yield from ([HI, {"role": "assistant", "tool_calls": [call]}] for call in (*CHAT_CALLS, {"type": "future_call"}))
+    yield from (
+        [HI, {"role": "assistant", "tool_calls": [call]}]
+        for call in (*samples("chat", "ChatCompletionMessageToolCallUnionParam"), {"type": "future_call"})
+    )
     for arguments in ("", "[]", "null", '"text"', '"{}"', '{"city": "Ro', "5", {"city": "Rome"}, None, "[" * 300, DEEP):
         call = {"id": "c1", "function": {"name": "weather", "arguments": arguments}}
         yield [
@@ -129,8 +146,8 @@ ROLES = ("user", "assistant", "system")
 
 
 def response_pasts() -> Iterator[list[Any]]:
-    yield from ([item] for item in (*ITEMS, FUTURE, {"id": "msg_1"}))
-    for part in (*OUTPUT_PARTS, FUTURE):
+    yield from ([item] for item in (*items(), FUTURE, {"id": "msg_1"}))
+    for part in (*samples("responses", "ResponseFunctionCallOutputItemListParam"), FUTURE):
         yield [FC, {"type": "function_call_output", "call_id": "c1", "output": [part]}]
         yield from ([{"role": role, "content": [part]}] for role in ("user", "assistant", "developer"))
     yield from ([{**FC, "arguments": arguments}] for arguments in ("[]", "null", '{"a', {}))
@@ -144,7 +161,7 @@ async def test_every_type_in_a_past_turn_is_served(tmp_path: Path) -> None:
             *(("/v1/messages", {"messages": [*past, HI], "max_tokens": 9}) for past in message_pasts()),
             *(("/v1/responses", {"input": [*past, HI]}) for past in response_pasts()),
         ]
-        assert len(ITEMS) > 30 and len(blocks()) > 35 and len(asked) > 250
+        assert len(items()) > 30 and len(blocks()) > 35 and len(asked) > 250
         for path, body in asked:
             answer = await post(served, path, **body)
             assert answer.status_code == 200, (path, body, answer.text)
@@ -152,12 +169,12 @@ async def test_every_type_in_a_past_turn_is_served(tmp_path: Path) -> None:
 
 async def test_an_agent_goes_on_after_its_tools(tmp_path: Path) -> None:
     """The last item may come from a tool, whose pictures are not the user's."""
-    outputs = [item for item in ITEMS if item["type"].endswith("_output")]
+    outputs = [item for item in items() if item["type"].endswith("_output")]
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     ends: list[tuple[str, str, list[Any]]] = [
         *(("/v1/responses", "input", [HI, item]) for item in outputs),
         *(("/v1/chat/completions", "messages", [HI, CALLING, {**SEEN, "content": [part]}])
-          for part in (*CHAT_PARTS, PICTURE, FUTURE)),
+          for part in (*chat_parts(), PICTURE, FUTURE)),
         ("/v1/chat/completions", "messages",
          [HI, CALLING, {**SEEN, "content": "seen"}, {"role": "user", "content": [picture]}]),
         ("/v1/messages", "messages", [HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from batch_tools import (
     batch_server,
@@ -26,6 +25,7 @@ from batch_tools import (
 from fake_engine import MODEL
 from obstore.store import MemoryStore
 from postgres_server import PostgresServer
+from support.lazy import openai
 from test_store import NOW, a_batch, a_file
 
 from engine.errors import ConfigError

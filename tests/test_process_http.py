@@ -1,5 +1,7 @@
 """Clients and batches over HTTP while the engine process dies: clients see no more than a pause."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import signal
@@ -10,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import FAST, check_ended, client_of, eventually, jsonl, line, open_folder, results_of, submit, until
 from fake_engine import Served, serve
 from fixtures import refuse_blocking
+from support.lazy import openai
 from test_process import until_idle
 
 from engine.api import EngineState

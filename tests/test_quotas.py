@@ -1,5 +1,7 @@
 """Limits of tenants: the key file's words, places in the engine, and real servers that refuse and reload."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import signal
@@ -11,7 +13,6 @@ from typing import Any
 
 import httpx
 import hypothesis.strategies as st
-import openai
 import pytest
 from batch_tools import batch_server, client_of, eventually, jsonl, keys_of, line, submit, until, upload
 from fake_engine import MODEL, Served
@@ -19,6 +20,7 @@ from fixtures import StartServer
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.fuzz import fuzz, machine_test
+from support.lazy import openai
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer

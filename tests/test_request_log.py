@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import client_of, eventually, keys_of
 from fake_engine import MODEL, colocation_stats
 from fixtures import StartServer
+from support.lazy import openai
 
 from engine.api import (
     EngineRequest,

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-import openai
 import pytest
 from fake_engine import MODEL, Script, Served
 from fixtures import StartServer
-from openai.types.responses import Response, ResponseFunctionToolCall
 from pydantic import BaseModel
+from support.lazy import openai
 from test_structured_api import MODEL as DEMO
 from test_structured_api import server as demo_server
 from test_tools import TEMPLATE, TWO, client_of, scripted
@@ -160,7 +159,7 @@ async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
         first = await client.responses.create(**ask(tools=TOOLS, input=history))
         history += first.output
         for call in first.output:
-            if isinstance(call, ResponseFunctionToolCall):
+            if isinstance(call, openai.types.responses.ResponseFunctionToolCall):
                 history.append({"type": "function_call_output", "call_id": call.call_id, "output": f"Sun {call.name}"})
         await client.responses.create(**ask(tools=TOOLS, input=history))
     prompt = prompt_of(served)
@@ -267,7 +266,7 @@ async def test_a_cut_answer_is_incomplete(start_server: StartServer, stream: boo
         response = (await post(served, max_output_tokens=2)).json()
     assert response["status"] == "incomplete" and response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["output"][-1]["status"] == "incomplete" and response["usage"]["output_tokens"] == 2
-    assert Response.model_validate(response).output_text
+    assert openai.types.responses.Response.model_validate(response).output_text
 
 
 async def test_an_answer_of_nothing_is_a_message(start_server: StartServer) -> None:

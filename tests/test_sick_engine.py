@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import FAST, client_of, eventually, jsonl, line, open_folder, submit, until
 from fake_engine import MODEL, serve
 from fakes.runner import FakeRunner
 from faulty_runner import FaultyRunner
 from fixtures import StartServer
+from support.lazy import openai
 
 from engine.api import EngineInfo
 from engine.core import EngineCore

@@ -3,6 +3,8 @@
 `SOAK_MINUTES` says how long the load lasts; `SOAK_SEED` makes another one.
 """
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import os
@@ -19,9 +21,9 @@ from statistics import median
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import check_ended, jsonl, line, submit
+from support.lazy import openai
 
 from benchmarks.live import num_open
 

@@ -1,5 +1,7 @@
 """Tenants of files and batches: keys that change between starts, operators, and objects that no key reaches."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import re
@@ -9,10 +11,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
-import openai
 import pytest
 from batch_tools import batch_server, client_of, jsonl, keys_of, line, results_of, submit, until
 from fake_engine import MODEL, Script, Served
+from support.lazy import openai
 
 from engine.api import EngineRequest, EngineStats, EngineView, TokenCosts
 from engine.text.tokenizer import Tokenizer
@@ -187,7 +189,7 @@ ROUTES = {
 }
 """Every route: a new one must say which tenants it reaches."""
 
-Clients = dict[str, openai.AsyncOpenAI]
+Clients = dict[str, "openai.AsyncOpenAI"]
 KEYS = ("acme acme", "other other", "figures third metrics", "named operator", "boss ops operator", "joined default")
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from fakes.speculation import Oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.lazy import openai
 from test_structured import EOS, ask, make_driver, tokenizer
 from test_tools import TEMPLATE, TOOLS, client_of, scripted
 from test_tools import ask as ask_http

@@ -3,10 +3,10 @@
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from fake_engine import MODEL, Served
 from fixtures import StartServer
+from support.lazy import openai
 
 from engine.text.tokenizer import Tokenizer
 

@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import jsonschema_rs
 import numpy as np
-import openai
 import pytest
 import tokenizer_folders
 import tokenizers
@@ -25,6 +24,7 @@ from fixtures import refuse_blocking
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz import fuzz
+from support.lazy import openai
 from support.tables import for_each
 
 from engine.forms import Grammar

@@ -1,5 +1,7 @@
 """OpenTelemetry spans: one for each choice, on the trace of its request, and nothing that costs a request."""
 
+from __future__ import annotations
+
 import asyncio
 import sys
 from collections.abc import Iterator
@@ -7,12 +9,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-import openai
 import pytest
 from fake_engine import MODEL, Served
 from fixtures import StartServer, http_server
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from support.lazy import openai
 
 from engine.api import EngineRequest, EngineStats, FinishReason, SamplingParams
 from engine.errors import ConfigError

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from batch_tools import keys_of
 from fake_engine import MODEL, Served, colocation_stats
 from fixtures import StartServer
+from support.lazy import openai
 
 from engine.api import EngineState, EngineStats, EngineView
 from gateway.web.routes import FILES
