@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import model_folder
 
-from benchmarks.experiments.machine import TrueLatency
+from benchmarks.experiments.machine import true_seconds
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.build import plan_launch, profile_key
 from engine.cache.placement import restore_costs
@@ -283,7 +283,7 @@ def test_the_simulated_device_reads_windows() -> None:
     features = BatchFeatures(windowed.model.reach)
     for start, length in mixed:
         features.add_chunk(start, length)
-    assert TrueLatency(windowed).predict(features) == pytest.approx(seconds(windowed, *mixed))
+    assert true_seconds(windowed, features) == pytest.approx(seconds(windowed, *mixed))
     room = SchedulerConfig(num_units=2 * 40_000, max_model_len=32_768, max_num_seqs=64)
     fitted, mape = fit_device(windowed, room, 0)
     assert fitted.reach == windowed.model.reach and mape < 0.05

@@ -6,16 +6,14 @@ empty machine until the last one has ended, as in the paper; no request is refus
 chunks of prompts, so it stands for the paper's Sarathi-Serve.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.experiments.apt_point import Arm, Load, Point, requests_of, run_point, with_cache
 from benchmarks.experiments.machine import MachineSpec, build_machine
+from benchmarks.experiments.pool import each
 from benchmarks.experiments.table import Result
-from loadgen.simulation.run import Metrics
 
 LARRY = "larry:0.001"
 """The paper's α of 1, which weighs seconds against blocks, over the blocks of the pool (see the experiment `larry`)."""
@@ -82,7 +80,7 @@ CONFIG = Config()
 def shortened(config: Config) -> Config:
     """Every other rate, one burst, few requests."""
     parts = [
-        replace(part, loads=tuple(replace(each, rates=each.rates[::2], bursts=each.bursts[:1]) for each in part.loads))
+        replace(part, loads=tuple(replace(load, rates=load.rates[::2], bursts=load.bursts[:1]) for load in part.loads))
         for part in config.parts
     ]
     return replace(config, parts=tuple(parts), requests=200, cvs=config.cvs[:1])
@@ -156,7 +154,7 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Ca
     """All rows of one seed."""
     results: list[Result] = []
     asked = points(config, data, seed)
-    for point, metrics in zip(asked, _run_all(asked, workers), strict=True):
+    for point, metrics in zip(asked, each(run_point, asked, workers), strict=True):
         load, model = point.load, point.machine.spec.model
         setting = {"model": model, "workload": load.workload, "rate": point.rate, "cv": point.cv}
         setting |= {"ttft": load.ttft, "tbt": load.tbt, "online_policy": point.arm.policy, "cache": point.arm.cache}
@@ -164,11 +162,3 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Ca
         if point is asked[-1] or asked[len(results)].rows is not point.rows:
             say(f"seed {seed}: {model}, {load.workload} at {point.rate:g} requests/s, CV {point.cv:g}")
     return results
-
-
-def _run_all(asked: Sequence[Point], workers: int) -> Iterator[Metrics]:
-    if workers == 1:
-        yield from map(run_point, asked)
-        return
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        yield from pool.map(run_point, asked)

@@ -2,26 +2,22 @@
 requests."""
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.experiments.machine import Machine
+from benchmarks.experiments.replay import Scenario, Setting, make_core, online_arrivals
 from benchmarks.figures import percentile
-from engine.api import RequestClass
-from engine.core import EngineCore
 from engine.limits import UNITS_PER_BLOCK, UNLIMITED_QUEUE
-from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.report import report_stats
-from engine.virtual import Arrival, VirtualDriver, VirtualRun
+from engine.virtual import VirtualDriver, VirtualRun
 from loadgen import traces, workloads
 from loadgen.arrivals import Process
 from loadgen.simulation.gpu import fit_device
-from loadgen.simulation.policies import find_policy
-from loadgen.simulation.run import Metrics, Row, request_of, rows_of
+from loadgen.simulation.run import Metrics, Row, rows_of
 
 HIDDEN_SHARE = 2
 """KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
@@ -138,15 +134,10 @@ class _Watched:
 def run_point(point: Point) -> Metrics:
     """Run one point to its end; deterministic."""
     machine, load = point.machine, point.load
-    core = EngineCore(
-        machine.config,
-        online_policy=find_policy(point.arm.policy),
-        offline_policy="fcfs",
-        model=machine.predictor,
-        objective=StepObjective(load.ttft, load.tbt),
-    )
+    setting = Setting(online_policy=point.arm.policy, ttft=load.ttft, tbt=load.tbt)
+    core = make_core(machine, Scenario(point.rows), setting)
     runner = _Watched(machine, point.seed)
-    run = VirtualDriver(core, runner, _arrivals(point.rows, machine.config.max_model_len)).run(math.inf)
+    run = VirtualDriver(core, runner, online_arrivals(point.rows, machine.config.max_model_len)).run(math.inf)
     stats = report_stats(core.state)
     needed = sum(prompt + output - 1 for _, prompt, output in point.rows)
     return {
@@ -157,11 +148,6 @@ def run_point(point: Point) -> Metrics:
         "steps": float(run.steps),
         "end": run.end,
     }
-
-
-def _arrivals(rows: Sequence[Row], limit: int) -> Iterator[Arrival]:
-    for index, row in enumerate(rows):
-        yield Arrival(row[0], request_of(f"n{index}", row, RequestClass.ONLINE, limit))
 
 
 def attained(run: VirtualRun, load: Load) -> Metrics:

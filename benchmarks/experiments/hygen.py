@@ -19,7 +19,7 @@ from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting
 from benchmarks.experiments.surface import Family, Surface, Target, interference
-from benchmarks.experiments.table import Result, figure, mean
+from benchmarks.experiments.table import Result, average, figure, mean, ratios
 from engine.colocation.replay import step_range
 from engine.scheduling.objective import UNLIMITED
 from loadgen import lengths, traces
@@ -209,7 +209,10 @@ def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
         for policy in dict.fromkeys(result.policy for result in group):
             found = [result for result in group if result.policy == policy]
             kept = f"{sum(bool(r.metrics['kept']) for r in found)}/{len(found)}"
-            factors = [ratio(group, policy, other) for other in ("hygen-star", "hygen")]
+            factors = [
+                None if name == policy else average(ratios(group, "offline_throughput", policy, name))
+                for name in ("hygen-star", "hygen")
+            ]
             shown = mean(found, f"interference_{found[0].setting['metric']}")
             rows.append([key[0], key[1], policy, *_spread(found), *factors, shown, kept])
     return header, rows
@@ -225,18 +228,6 @@ def _key(result: Result) -> tuple[str, float]:
 def _spread(found: Sequence[Result]) -> tuple[float, float, float]:
     values = [float(result.metrics["offline_throughput"] or 0.0) for result in found]
     return mean(found, "offline_throughput"), min(values), max(values)
-
-
-def ratio(group: Sequence[Result], policy: str, other: str) -> float | None:
-    """Offline throughput of `policy` ÷ that of `other`, mean over the seeds that both have; None without any."""
-    by_seed = {
-        name: {r.seed: float(r.metrics["offline_throughput"] or 0.0) for r in group if r.policy == name}
-        for name in (policy, other)
-    }
-    shared = [seed for seed, value in by_seed[other].items() if value > 0.0 and seed in by_seed[policy]]
-    if policy == other or not shared:
-        return None
-    return sum(by_seed[policy][seed] / by_seed[other][seed] for seed in shared) / len(shared)
 
 
 def figures(results: Sequence[Result]) -> dict[str, str]:

@@ -22,16 +22,15 @@ import numpy as np
 
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import each
-from benchmarks.experiments.table import Result, mean
+from benchmarks.experiments.replay import online_arrivals
+from benchmarks.experiments.table import Result, average, mean, ratios
 from benchmarks.figures import percentile
 from benchmarks.simulated_fleet.fleet import FleetDriver
 from benchmarks.simulated_fleet.overload import Means, OverloadedFleet
 from benchmarks.simulated_fleet.routers import ROUTERS
-from engine.api import RequestClass
-from engine.virtual import Arrival
 from loadgen import lengths
 from loadgen.arrivals import RateCurve, schedule
-from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
+from loadgen.simulation.run import Metrics, Row, measure, rows_of
 from loadgen.stats import stream
 
 SOURCES = {"sharegpt": lengths.SHAREGPT, "chat": lengths.AZURE_CONV}
@@ -114,14 +113,12 @@ Latencies = list[tuple[float, float]]
 
 def run_task(task: Task) -> tuple[Metrics, Latencies]:
     """One run to the end of its last request, measured over all requests."""
-    config, limit = task.config, task.config.machine.max_model_len
+    config = task.config
     machine = machine_of(config.machine, config.cache, task.seed)
     fleet = OverloadedFleet(
         machine, config.engines, task.means, link=config.link, min_tokens=config.min_tokens, seed=task.seed
     )
-    arrivals = [
-        Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(task.rows)
-    ]
+    arrivals = online_arrivals(task.rows, config.machine.max_model_len)
     driver = FleetDriver(fleet.servers, ROUTERS["sal"], arrivals, seed=task.seed, on_report=fleet.watch)
     fleet.bind(driver)
     ran = driver.run()
@@ -195,12 +192,5 @@ def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
             row += [100 * mean(mine, key) for key in ("peak", *(f"violations_{scale}" for scale in SCALES))]
             row += [*(mean(mine, key) for key in ("preemptions", "drops", "restores"))]
             row += [100 * mean(mine, "dropped_share"), 100 * mean(mine, "bubbles"), mean(mine, "stall_mean")]
-            rows.append([*row, against(members, arm, "ttft_p99")])
+            rows.append([*row, average(ratios(members, "ttft_p99", arm, OURS))])
     return [*HEADER, *MORE], rows
-
-
-def against(members: Sequence[Result], arm: str, key: str) -> float | None:
-    """An arm's ÷ kunserve's, mean of the seeds' own."""
-    ours = {r.seed: float(r.metrics[key] or 0.0) for r in members if r.policy == OURS}
-    found = [float(r.metrics[key] or 0.0) / ours[r.seed] for r in members if r.policy == arm and ours.get(r.seed)]
-    return sum(found) / len(found) if found else None

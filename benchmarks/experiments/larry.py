@@ -13,11 +13,10 @@ from typing import Any
 from benchmarks.drawing import Series
 from benchmarks.experiments.machine import MachineSpec, build_machine
 from benchmarks.experiments.pool import Replays
-from benchmarks.experiments.replay import Scenario, Setting
-from benchmarks.experiments.table import Result, figure, mean
+from benchmarks.experiments.replay import Scenario, Setting, part_of_trace
+from benchmarks.experiments.table import Result, average, figure, gains, mean
 from engine.limits import UNITS_PER_BLOCK
-from loadgen import lengths, traces
-from loadgen.simulation.run import rows_of
+from loadgen import lengths
 
 PAPER_ALPHAS = (1.0, 500.0, 1000.0)
 """α of the paper's Figure 9. It weighs seconds against cache blocks times queue length, read off its score; ours has
@@ -75,16 +74,9 @@ def arms(blocks: int) -> list[Arm]:
 
 
 def scenario(config: Config, data: Path | None, workload: str, rate: float, seed: int) -> Scenario:
-    """The seed's own part of the trace, stretched to `rate`; the run goes on until every request has ended.
-
-    Parts hold equally many requests, each at the rate by itself: a busy part would else be a load of its own.
-    """
-    source = lengths.arrivals(SOURCES[workload], seed, data)
-    count = min(max(1, round(rate * (config.warm_up + config.window))), len(source))
-    first = seed * count % (len(source) - count + 1)
-    end = float(source.arrived_at[first + count]) if first + count < len(source) else source.span
-    part = traces.window(source, float(source.arrived_at[first]), end)
-    rows = rows_of(traces.stretch(part, part.rate / rate), config.machine.max_model_len)
+    """Return the seed's own part of the trace, stretched to `rate`; the run goes on until every request has ended."""
+    source, span = lengths.arrivals(SOURCES[workload], seed, data), config.warm_up + config.window
+    rows = part_of_trace(source, rate, max(1, round(rate * span)), seed, config.machine.max_model_len)
     return Scenario(rows, (), config.warm_up)
 
 
@@ -125,8 +117,8 @@ def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
             mine = [r for r in group if _arm_of(r) == name]
             ttft = [mean(mine, f"ttft_{key}") for key in ("p50", "p95", "p99")]
             shown = [1e3 * mean(mine, f"normalized_ttft_{key}") for key in ("p50", "p95")] + [mean(mine, "e2e_mean")]
-            p50 = gains(group, mine, "ttft_p50")
-            others = [sum(found) / len(found) for key in OTHERS if (found := gains(group, mine, key))]
+            p50 = gains(group, mine, "ttft_p50") if mine[0].policy == "larry" else []
+            others = [average(gains(group, mine, key)) for key in OTHERS]
             row = [workload, factor, name, *ttft, *shown]
             rows.append(
                 [*row, sum(p50) / len(p50), min(p50), max(p50), *others] if p50 else [*row, *[None] * len(GAINS)]
@@ -135,16 +127,6 @@ def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
 
 
 OTHERS = ("ttft_p95", "normalized_ttft_p50", "normalized_ttft_p95")
-
-
-def gains(group: Sequence[Result], mine: Sequence[Result], key: str) -> list[float]:
-    """By seed: the least value of `key` among policies other than LARRY ÷ that of `mine`; empty for the others."""
-    found = []
-    for result in mine:
-        rivals = [float(r.metrics[key] or 0.0) for r in group if r.seed == result.seed and r.policy != "larry"]
-        if result.policy == "larry" and rivals and result.metrics[key]:
-            found.append(min(rivals) / float(result.metrics[key] or 1.0))
-    return found
 
 
 def figures(results: Sequence[Result]) -> dict[str, str]:

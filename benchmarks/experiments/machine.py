@@ -3,7 +3,7 @@ same start-up sweep as on a real one (HyGen §4.2). The scheduler never sees the
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -74,26 +74,33 @@ def build_machine(spec: MachineSpec, seed: int = 0) -> Machine:
     samples = sweep_device(device, config, seed)
     train, held_out = split_samples(samples, seed=seed)
     tested, hygen = (fit_hygen(part, device.model.reach) for part in (train, samples))
-    return Machine(spec, device, config, predictor, mape, mean_error(tested, held_out), {"hygen": hygen})
+    return Machine(spec, device, config, predictor, mape, mean_error(tested.predict, held_out), {"hygen": hygen})
 
 
-def mean_error(model: LatencyPredictor, samples: Sequence[Sample]) -> float:
+def mean_error(predict: Callable[[BatchFeatures], float], samples: Sequence[Sample]) -> float:
     """Return the mean of |predicted − measured| ÷ measured."""
-    return sum(abs(model.predict(features) - seconds) / seconds for features, seconds in samples) / len(samples)
+    return sum(abs(predict(features) - seconds) / seconds for features, seconds in samples) / len(samples)
 
 
-class _Predictor:
-    """Base of predictors without margin, adapters and masks; marginal times are differences of predictions."""
+@dataclass(frozen=True)
+class HygenLatency:
+    """Latency model with the features of HyGen §4.2: intercept, N_d, S_d, N_p, S_p, S_d², S_p².
 
+    S_d is the sum of decode contexts: as printed it equals N_d, which makes the fit singular. The squares are squares
+    of the sums, as printed. `coefficients` are in this order, in seconds per unit. There is no margin, and no cost of
+    cache work, adapters and masks; marginal times are differences of predictions.
+    """
+
+    coefficients: tuple[float, ...]
     reach: Reach
+
+    def predict(self, features: BatchFeatures) -> float:
+        """Return the seconds of the step."""
+        return math.fsum(a * b for a, b in zip(self.coefficients, _terms(features), strict=True))
 
     def likely(self) -> Self:
         """Return this predictor, which has no margin."""
         return self
-
-    def predict(self, features: BatchFeatures) -> float:
-        """Return the seconds of the step."""
-        raise NotImplementedError
 
     def cache_work(
         self,
@@ -143,48 +150,12 @@ class _Predictor:
         return self.max_prefill(features, limit - self.predict(features), max_tokens, start)
 
 
-class TrueLatency(_Predictor):
-    """Latency predictor that computes the exact step times of the device, without noise."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.reach = device.model.reach
-        self._device = device
-
-    def predict(self, features: BatchFeatures) -> float:
-        """Return the seconds of the step, assuming that every sequence samples."""
-        sequences = features.num_decodes + features.num_prefill_chunks
-        context = features.decode_context_sum + features.prefill_context_sum
-        tokens, pairs = features.num_tokens, features.attention_work
-        seconds = self._device.step_seconds(tokens, sequences, sequences, context, pairs)
-        return seconds + self.cache_work(*features.cache_work)
-
-    def cache_work(
-        self,
-        compact_tokens: int = 0,
-        restored_tokens: int = 0,
-        transferred_bytes: int = 0,
-        beside: BatchFeatures | None = None,
-    ) -> float:
-        """Return the seconds that cache work adds to an empty step, or to `beside`."""
-        there = (beside.compact_tokens, beside.restored_tokens) if beside is not None else (0, 0)
-        work = (there[0] + compact_tokens, there[1] + restored_tokens)
-        return self._device.cache_work_seconds(*work, transferred_bytes) - self._device.cache_work_seconds(*there)
-
-
-@dataclass(frozen=True)
-class HygenLatency(_Predictor):
-    """Latency model with the features of HyGen §4.2: intercept, N_d, S_d, N_p, S_p, S_d², S_p².
-
-    S_d is the sum of decode contexts: as printed it equals N_d, which makes the fit singular. The squares are squares
-    of the sums, as printed. `coefficients` are in this order, in seconds per unit.
-    """
-
-    coefficients: tuple[float, ...]
-    reach: Reach
-
-    def predict(self, features: BatchFeatures) -> float:
-        """Return the seconds of the step."""
-        return math.fsum(a * b for a, b in zip(self.coefficients, _terms(features), strict=True))
+def true_seconds(device: SimulatedDevice, features: BatchFeatures) -> float:
+    """Return the exact seconds of the device for a step in which every sequence samples, without noise."""
+    sequences = features.num_decodes + features.num_prefill_chunks
+    context = features.decode_context_sum + features.prefill_context_sum
+    seconds = device.step_seconds(features.num_tokens, sequences, sequences, context, features.attention_work)
+    return seconds + device.cache_work_seconds(*features.cache_work)
 
 
 def _terms(features: BatchFeatures) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ from benchmarks.experiments import (
     hygen,
     kunserve,
     larry,
-    llmd,
     orderings,
     parts,
     sal,
@@ -59,7 +58,6 @@ EXPERIMENTS = {
     "kunserve": Experiment(kunserve.CONFIG, kunserve.SHORT, kunserve.run_seed, kunserve.summary),
     "kunserve-bursts": Experiment(kunserve.BURSTS, kunserve.BURSTS_SHORT, kunserve.run_seed, kunserve.summary),
     "larry": Experiment(larry.CONFIG, larry.SHORT, larry.run_seed, larry.summary, larry.figures),
-    "llmd-491": Experiment(llmd.CONFIG, llmd.SHORT, llmd.run_seed, llmd.summary),
     "sal": Experiment(sal.CONFIG, sal.SHORT, sal.run_seed, sal.summary),
 }
 
@@ -77,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument(
         "--quick", action="store_true", help="the paper's orderings in seconds; exit code 1 if one fails"
     )
-    made.add_argument("--window", type=float, help="measured seconds of a trace (not llmd-491)")
+    made.add_argument("--window", type=float, help="measured seconds of a trace")
     made.add_argument("--out", type=Path, help="folder for table.json and figures")
     return made
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from benchmarks.experiments import apt, hybridserve, hygen, kunserve, larry, llmd, parts, sal
+from benchmarks.experiments import apt, hybridserve, hygen, kunserve, larry, parts, sal
 from benchmarks.experiments.apt_point import Load
 from benchmarks.experiments.machine import MachineSpec
 from benchmarks.experiments.surface import Target
@@ -159,17 +159,6 @@ def _hybrid(results: Sequence[Result]) -> list[Ordering]:
     return found
 
 
-def _llmd(results: Sequence[Result]) -> list[Ordering]:
-    def value(key: str, policy: str) -> float:
-        return of(results, key, policy)
-
-    return [
-        Ordering("P95 TTFT: tidemill < no gateway", value("ttft_p95", "tidemill"), value("ttft_p95", "S1"), 2.0),
-        Ordering("P95 ITL: tidemill < no gateway", value("tbt_p95", "tidemill"), value("tbt_p95", "S1"), 1.2),
-        Ordering("lines within their windows", 1.0, value("lines_kept", "tidemill")),
-    ]
-
-
 KUNSERVE_ARMS = ("recompute", "swap", kunserve.OURS, "no lookahead")
 SLOW = MachineSpec("llama-2-13b", "a100-80gb")
 """A machine with long steps, so that a window holds few steps."""
@@ -251,9 +240,5 @@ QUICK = {
         _llamas,
     ),
     "hybridserve": Quick(HYBRID, _hybrid),
-    "llmd-491": Quick(
-        replace(llmd.CONFIG, machine=replace(SLOW, max_num_seqs=64), rates=(3.0, 0.2), lines=60, phase=15.0, cycles=4),
-        _llmd,
-    ),
 }
 """Small configurations by experiment."""

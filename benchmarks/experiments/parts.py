@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.experiments import hygen
-from benchmarks.experiments.machine import Machine, MachineSpec, TrueLatency, build_machine, mean_error
+from benchmarks.experiments.machine import Machine, MachineSpec, build_machine, mean_error, true_seconds
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import ONLINE_ONLY, Setting, recorded_steps
 from benchmarks.experiments.surface import Family, Surface, Target, interference
@@ -105,12 +105,12 @@ def predictor_rows(machine: Machine, config: Config, data: Path | None, seed: in
     """MAPE on the steps of one replay with offline work, unseen by every fit."""
     scenario = hygen.scenarios(config.at(config.base.rate), data, seed)["chosen"]
     steps = recorded_steps(machine, scenario, Setting(BudgetParams("hygen", config.budget)), seed)
-    models: dict[str, LatencyPredictor] = {"full": machine.predictor, "hygen": machine.profile("hygen")}
-    models["true"] = TrueLatency(machine.device)
-    models |= {name: machine.profile(name) for name in FOREIGN}
+    models = {"full": machine.predictor.predict, "hygen": machine.profile("hygen").predict}
+    models["true"] = partial(true_seconds, machine.device)
+    models |= {name: machine.profile(name).predict for name in FOREIGN}
     rows = []
-    for name, model in models.items():
-        metrics = {"predictor_mape": mean_error(model, steps), "steps": float(len(steps))}
+    for name, predict in models.items():
+        metrics = {"predictor_mape": mean_error(predict, steps), "steps": float(len(steps))}
         setting = {"part": "predictor", "profile": name}
         rows.append(Result("hygen-parts", "oracle" if name == "true" else "tidemill", setting, seed, metrics))
     return rows

@@ -33,14 +33,13 @@ class Replays:
 
     def __init__(self, machine: Machine, scenarios: dict[str, Scenario], seed: int, workers: int) -> None:
         self._arguments = machine, scenarios, seed
-        self.workers = workers
-        self.count = 0
+        self._workers = workers
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> "Replays":
-        if self.workers > 1:
+        if self._workers > 1:
             context = get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.workers, context, initializer=_hold, initargs=self._arguments)
+            self._pool = ProcessPoolExecutor(self._workers, context, initializer=_hold, initargs=self._arguments)
         return self
 
     def __exit__(
@@ -51,7 +50,6 @@ class Replays:
 
     def on(self, scenario: str, settings: Sequence[Setting]) -> list[Metrics]:
         """The metrics of each setting, in order."""
-        self.count += len(settings)
         if self._pool is not None:
             return list(self._pool.map(_replay, [(scenario, setting) for setting in settings]))
         machine, scenarios, seed = self._arguments

@@ -5,22 +5,23 @@ carry the names of the load generator's reports; times in seconds, throughput in
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
 from benchmarks.experiments.machine import Machine
-from engine.api import EngineRequest, RequestClass, RequestOutput
+from engine.api import EngineRequest, RequestClass
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
-from engine.virtual import Arrival, Keeper, VirtualDriver, VirtualRun
+from engine.virtual import Arrival, VirtualDriver
+from loadgen import traces
 from loadgen.simulation.policies import find_policy
-from loadgen.simulation.run import Metrics, Row, measure, request_of
+from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
 from loadgen.stats import stream
+from loadgen.traces import Trace
 from predictor.budget import BudgetParams
 from predictor.features import LatencyPredictor
-from predictor.promise import Promise
 from predictor.samples import Sample
 
 ONLINE_ONLY = BudgetParams("hygen", 0.0)
@@ -31,10 +32,8 @@ FIRST_GROUP, OWN_TOKENS = 10, 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`online` by arrival; `offline` lengths (arrival ignored), repeated without end unless `finite`. `shared`: the
-    group of each offline row and the number of prompt tokens that the group shares; empty: no row shares any.
-    `windows`: seconds within which the rows of each job should end, jobs being equal parts of `offline`; empty: not
-    measured.
+    """`online` by arrival; `offline` lengths (arrival ignored), repeated without end. `shared`: the group of each
+    offline row and the number of prompt tokens that the group shares; empty: no row shares any.
 
     Requests that arrive in [warm_up, measure_end] are measured; the run goes on to `end` (infinite: until all is done).
     """
@@ -44,17 +43,14 @@ class Scenario:
     warm_up: float = 0.0
     measure_end: float = math.inf
     end: float = math.inf
-    finite: bool = False
     shared: tuple[tuple[int, int], ...] = ()
-    windows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Settings of a run. `offline_rate`: offline requests/s (None: a backlog that never ends, under `budget`).
 
-    `profile`: whose latency model it uses, "" for the machine's own or a
-    device's of `Machine.profiles`. `mixed`: offline rows arrive as online requests, evenly over so many seconds.
+    `profile`: the latency model, "" for the machine's own or a name in `Machine.profiles`.
     `offline_policy`: the order of waiting offline requests, "" for `psm` where prefixes are cached and else `fcfs`.
     `ttft`, `tbt`: absolute objectives in seconds; a finite `ttft` makes LARRY's age guard active.
     """
@@ -63,55 +59,15 @@ class Setting:
     offline_rate: float | None = None
     online_policy: str = "fcfs"
     profile: str = ""
-    mixed: float | None = None
     offline_policy: str = ""
     ttft: float = math.inf
     tbt: float = math.inf
 
 
 def replay(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> Metrics:
-    """Run and measure; deterministic for equal arguments. Where the scenario has windows, `lines_kept` is the share of
-    offline rows that ended within theirs, and `lines_done` the seconds until the last one ended."""
-    ends = OfflineEnds()
-    driver = make_driver(machine, scenario, setting, seed, machine.runner(seed), ends if scenario.windows else None)
-    found = measure(driver.run(scenario.end), scenario.warm_up, scenario.measure_end)
-    return found | (ends.metrics(scenario) if scenario.windows else {})
-
-
-class OfflineEnds:
-    """When offline rows ended, in seconds by row. Has the methods of `engine.virtual.Keeper`."""
-
-    def __init__(self) -> None:
-        self._ended: dict[int, float] = {}
-
-    def on_arrival(self, request_class: RequestClass, now: float) -> None:
-        """Do nothing."""
-
-    def on_promise(self, request: EngineRequest, now: float) -> None:
-        """Do nothing."""
-
-    def on_refused(
-        self, request_class: RequestClass, prompt_tokens: int, now: float, promise: Promise | None = None
-    ) -> None:
-        """Do nothing."""
-
-    def on_step(self, output: SchedulerOutput, measured: float, outputs: list[RequestOutput], now: float) -> None:
-        """Record the ends of offline rows."""
-        del output, measured
-        for each in outputs:
-            if each.finish_reason is not None and each.request_id.startswith("f"):
-                self._ended[int(each.request_id[1:])] = now
-
-    def metrics(self, scenario: Scenario) -> Metrics:
-        """Return the share of the rows that ended within the window of their job, and the end of the last row."""
-        count, windows = len(scenario.offline), scenario.windows
-        kept = sum(at <= windows[row * len(windows) // count] for row, at in self._ended.items())
-        return {"lines_kept": kept / count, "lines_done": max(self._ended.values(), default=0.0)}
-
-
-def run(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> VirtualRun:
-    """The run itself, with the token times of every online request."""
-    return make_driver(machine, scenario, setting, seed, machine.runner(seed)).run(scenario.end)
+    """Run and measure; deterministic for equal arguments."""
+    driver = make_driver(machine, scenario, setting, seed, machine.runner(seed))
+    return measure(driver.run(scenario.end), scenario.warm_up, scenario.measure_end)
 
 
 def recorded_steps(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> list[Sample]:
@@ -134,32 +90,43 @@ class _Recording:
         return lambda: result
 
 
+def online_arrivals(rows: Sequence[Row], limit: int, *, alike: bool = True) -> list[Arrival]:
+    """Return online requests, cut to `limit` tokens; not `alike`: each prompt begins with a token of its own."""
+    return [
+        Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, limit, () if alike else (-1 - i,)))
+        for i, row in enumerate(rows)
+    ]
+
+
+def part_of_trace(source: Trace, rate: float, count: int, seed: int, limit: int) -> tuple[Row, ...]:
+    """Return the seed's own `count` requests of a trace, stretched to `rate` requests/s, cut to `limit` tokens.
+
+    Parts hold equally many requests, each at the rate by itself: a busy part would else be a load of its own.
+    """
+    count = min(count, len(source))
+    first = seed * count % (len(source) - count + 1)
+    end = float(source.arrived_at[first + count]) if first + count < len(source) else source.span
+    part = traces.window(source, float(source.arrived_at[first]), end)
+    return rows_of(traces.stretch(part, part.rate / rate), limit)
+
+
 def make_driver(
-    machine: Machine, scenario: Scenario, setting: Setting, seed: int, runner: ModelRunner, keeper: Keeper | None = None
+    machine: Machine, scenario: Scenario, setting: Setting, seed: int, runner: ModelRunner
 ) -> VirtualDriver:
-    """The driver of a run that has not begun."""
+    """Return the driver of a run that has not begun."""
     limit = machine.config.max_model_len
     core = make_core(machine, scenario, setting)
-    arrivals = [
-        Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, limit, (-1 - i,) if scenario.shared else ()))
-        for i, row in enumerate(scenario.online)
-    ]
+    arrivals = online_arrivals(scenario.online, limit, alike=not scenario.shared)
     offline = None
-    if setting.mixed is not None:
-        gap = setting.mixed / max(1, len(scenario.offline))
-        arrivals += [
-            Arrival(i * gap, request_of(f"f{i}", row, RequestClass.ONLINE, limit))
-            for i, row in enumerate(scenario.offline)
-        ]
-    elif setting.offline_rate is not None:
+    if setting.offline_rate is not None:
         arrivals += _at_rate(scenario, setting.offline_rate, seed, limit)
+        arrivals.sort(key=lambda arrival: arrival.at)
     elif setting.budget.latency_budget > 0 and scenario.offline:
         offline = _backlog(scenario, limit)
-    arrivals.sort(key=lambda arrival: arrival.at)
     window = (scenario.warm_up, scenario.measure_end)
     # Prefix order depends on the visible lines: a batch queue knows far more lines than run at a time.
     backlog = PREFIX_BACKLOG if scenario.shared else 2 * machine.config.max_num_seqs
-    return VirtualDriver(core, runner, arrivals, offline, backlog=backlog, window=window, keeper=keeper)
+    return VirtualDriver(core, runner, arrivals, offline, backlog=backlog, window=window)
 
 
 def make_core(machine: Machine, scenario: Scenario, setting: Setting) -> EngineCore:
@@ -181,9 +148,8 @@ def make_core(machine: Machine, scenario: Scenario, setting: Setting) -> EngineC
 
 
 def _backlog(scenario: Scenario, limit: int) -> Iterator[EngineRequest]:
-    rows = scenario.offline if scenario.finite else cycle(scenario.offline)
     count = len(scenario.shared)
-    for i, row in enumerate(rows):
+    for i, row in enumerate(cycle(scenario.offline)):
         head: tuple[int, ...] = ()
         if count:  # the group's prefix, then a question of its own
             group, shared = scenario.shared[i % count]

@@ -15,18 +15,17 @@ import numpy as np
 
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import each
-from benchmarks.experiments.table import Result, mean
+from benchmarks.experiments.replay import online_arrivals, part_of_trace
+from benchmarks.experiments.table import Result, average, gains, mean, ratios
 from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.routers import ROUTERS as ALL_ROUTERS
-from engine.api import RequestClass
 from engine.core import EngineCore
 from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
-from engine.virtual import Arrival
-from loadgen import lengths, traces
-from loadgen.simulation.run import Metrics, Row, measure, request_of, rows_of
+from loadgen import lengths
+from loadgen.simulation.run import Metrics, Row, measure, rows_of
 from loadgen.stats import stream
 from predictor.features import BatchFeatures
 
@@ -107,12 +106,7 @@ def rows_for(config: Config, data: Path | None, workload: str, rate: float, seed
         drawn = lengths.sample(SOURCES[workload], count, seed, data, "online")
         gaps = stream(seed, "fleet arrivals").exponential(1.0 / rate, count)
         return rows_of(drawn.at(np.cumsum(gaps)), limit)
-    source = lengths.arrivals(SOURCES[workload], seed, data)
-    count = min(count, len(source))
-    first = seed * count % (len(source) - count + 1)
-    end = float(source.arrived_at[first + count]) if first + count < len(source) else source.span
-    part = traces.window(source, float(source.arrived_at[first]), end)
-    return rows_of(traces.stretch(part, part.rate / rate), limit)
+    return part_of_trace(lengths.arrivals(SOURCES[workload], seed, data), rate, count, seed, limit)
 
 
 def servers_of(task: Task) -> list[Server]:
@@ -132,10 +126,7 @@ def servers_of(task: Task) -> list[Server]:
 
 def run_task(task: Task) -> Metrics:
     """One run, measured; `busy_spread`: how long the busiest engine ran ÷ the mean."""
-    limit = task.config.machine.max_model_len
-    arrivals = [
-        Arrival(row[0], request_of(f"n{i}", row, RequestClass.ONLINE, limit)) for i, row in enumerate(task.rows)
-    ]
+    arrivals = online_arrivals(task.rows, task.config.machine.max_model_len)
     servers = servers_of(task)
     driver = FleetDriver(servers, ALL_ROUTERS[task.router], arrivals, seed=task.seed)
     found = measure(driver.run(), task.config.warm_up, arrivals[-1].at)
@@ -199,29 +190,11 @@ def summary(results: Sequence[Result]) -> tuple[list[str], list[list[Any]]]:
         for router in dict.fromkeys(r.policy for r in members):
             mine = [r for r in members if r.policy == router]
             values = [mean(mine, key) * (1e3 if "norm" in key or "tbt" in key else 1.0) for key in COLUMNS]
-            gains: list[float | None] = [None] * 6
+            more: list[float | None] = [None] * 6
             if router == "sal":
-                gains[:4] = [gain(members, key) for key in ("ttft_p50", "ttft_p95", "ttft_p99", "e2e_p50")]
-            if router == "sal":
-                gains[4:] = [ratio(members, "ttft_p99", rival, router) for rival in ("round-robin", "p2c")]
-            rows.append([*group, router, *values, *gains])
+                more[:4] = [
+                    average(gains(members, mine, key)) for key in ("ttft_p50", "ttft_p95", "ttft_p99", "e2e_p50")
+                ]
+                more[4:] = [average(ratios(members, "ttft_p99", router, rival)) for rival in ("round-robin", "p2c")]
+            rows.append([*group, router, *values, *more])
     return [*HEADER, *GAINS], rows
-
-
-def gain(members: Sequence[Result], key: str) -> float | None:
-    """The least of the other routers' ÷ SAL's, mean of the seeds' own."""
-    found = []
-    for mine in (r for r in members if r.policy == "sal"):
-        rivals = [float(r.metrics[key] or 0.0) for r in members if r.seed == mine.seed and r.policy != "sal"]
-        if rivals and mine.metrics[key]:
-            found.append(min(rivals) / float(mine.metrics[key] or 1.0))
-    return sum(found) / len(found) if found else None
-
-
-def ratio(members: Sequence[Result], key: str, rival: str, router: str = "sal") -> float | None:
-    """The router's ÷ the rival's, mean of the seeds' own."""
-    found: list[float] = []
-    for mine in (r for r in members if r.policy == router):
-        others = [r for r in members if r.seed == mine.seed and r.policy == rival and r.metrics[key]]
-        found += [float(mine.metrics[key] or 0.0) / float(other.metrics[key] or 1.0) for other in others]
-    return sum(found) / len(found) if found else None

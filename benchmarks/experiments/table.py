@@ -72,3 +72,25 @@ def mean(results: Sequence[Result], key: str) -> float:
     """Return the mean of a metric over rows; 0 without rows."""
     values = [float(result.metrics[key] or 0.0) for result in results]
     return sum(values) / len(values) if values else 0.0
+
+
+def ratios(results: Sequence[Result], key: str, policy: str, other: str) -> list[float]:
+    """Return, by seed, a metric of `policy` ÷ that of `other`, where the latter is not 0."""
+    rivals = {r.seed: float(r.metrics[key] or 0.0) for r in results if r.policy == other}
+    mine = [r for r in results if r.policy == policy and rivals.get(r.seed)]
+    return [float(r.metrics[key] or 0.0) / rivals[r.seed] for r in mine]
+
+
+def gains(results: Sequence[Result], mine: Sequence[Result], key: str) -> list[float]:
+    """Return, by seed, the least value of a metric among all other policies ÷ that of `mine`."""
+    found = []
+    for result in mine:
+        rivals = [float(r.metrics[key] or 0.0) for r in results if r.seed == result.seed and r.policy != result.policy]
+        if rivals and result.metrics[key]:
+            found.append(min(rivals) / float(result.metrics[key] or 1.0))
+    return found
+
+
+def average(values: Sequence[float]) -> float | None:
+    """Return the mean, or None without values."""
+    return sum(values) / len(values) if values else None

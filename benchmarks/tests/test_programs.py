@@ -96,7 +96,7 @@ def test_an_experiment_writes_its_table_and_figures(tmp_path: Path, monkeypatch:
     rows = json.loads((tmp_path / "table.json").read_text())
     assert {row["seed"] for row in rows} == {0, 1} and len(rows) == 2 * len(larry.arms(1))
     assert (tmp_path / "larry-code-p50.svg").exists()
-    for wrong in (["hygen", "--traces", "no/such/folder"], ["llmd-491", "--window", "5"], ["larry", "--seeds", "0"]):
+    for wrong in (["hygen", "--traces", "no/such/folder"], ["hybridserve", "--window", "5"], ["larry", "--seeds", "0"]):
         assert experiments.main(wrong) == 2
 
 
