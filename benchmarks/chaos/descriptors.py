@@ -16,13 +16,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from benchmarks.chaos import load
-from benchmarks.chaos.beside import CHAT, ask
-from benchmarks.chaos.load import MODEL, Outcome
+from benchmarks.chaos import oracle
+from benchmarks.chaos.load import MODEL
+from benchmarks.chaos.oracle import Tally
 from benchmarks.chaos.promises import Promise, Scale, at_most, none_of, shown
 from benchmarks.chaos.server import Server
+from benchmarks.chaos.work import CHAT, ask
 
-LIMIT, IDLE, STREAMS = 1024, 1100, 2
+LIMIT, IDLE, CLIENTS = 1024, 1100, 2
 PROMPT_SECONDS, PAUSE_SECONDS, RECOVERY_SECONDS = 5.0, 15.0, 60.0
 """Longest wait of a new connection, of a stream for the next engine process, and of all for the state before."""
 CHAT_BODY = f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"hi"}}],"max_tokens":8}}'.encode()
@@ -67,7 +68,7 @@ def _is_open(connection: socket.socket) -> bool:
 class Seen:
     """`new`: results of new connections; `recovered`: seconds after the crowd left until all is as before."""
 
-    outcome: Outcome = field(default_factory=Outcome)
+    tally: Tally = field(default_factory=Tally)
     new: Counter[int | str] = field(default_factory=Counter)
     most: int = 0
     recovered: float = float("inf")
@@ -121,21 +122,20 @@ async def _recover(server: Server, seen: Seen) -> None:
 
 
 def promises(seen: Seen) -> list[Promise]:
-    """Check what clients noticed."""
+    """Check the effects on clients."""
     harm = {
         "exits of the server": int(seen.exited),
-        "streams broken": seen.outcome.broken,
-        "streams with differing tokens": seen.outcome.differing,
+        "answers that failed": seen.tally.errors.total(),
+        "answers that differ": len(seen.tally.differences),
         "new connections without an answer or an end": seen.new["silence"],
     }
-    longest = max((end - start for start, end in seen.outcome.gaps), default=0.0)
     never_back = {"servers that did not recover": int(seen.recovered == float("inf"))}
     return [
         shown("idle connections", str(seen.most)),
         shown("new connections", ", ".join(f"{count} x {what}" for what, count in seen.new.items())),
-        shown("streams beside them", str(seen.outcome.streams)),
+        shown("answers beside them", str(seen.tally.asked)),
         none_of("harm", harm | never_back),
-        at_most("longest gap in a stream", longest, PAUSE_SECONDS, "s"),
+        at_most("longest gap in a stream", seen.tally.longest_gap(), PAUSE_SECONDS, "s"),
         at_most("recovery", seen.recovered, 30.0, "s"),
     ]
 
@@ -147,15 +147,10 @@ async def descriptors(scale: Scale) -> list[Promise]:
         return [shown("skipped", f"needs {2 * IDLE} descriptors of its own, ulimit -Hn is {hard}")]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(2 * IDLE, resource.getrlimit(resource.RLIMIT_NOFILE)[0]), hard))
     seen = Seen()
-    prompts = load.make_prompts(scale.dice(), STREAMS, 24)
     async with _serving() as (server, session):
-        expected = [(await load.stream(session, prompt, load.STREAM_TOKENS)).tokens for prompt in prompts]
-        done = asyncio.Event()
-        async with asyncio.TaskGroup() as group:
-            for number in range(STREAMS):
-                group.create_task(load.keep_streaming(session, prompts, expected, number, done, seen.outcome))
+        expected = await oracle.undisturbed(session)
+        async with oracle.clients(session, expected, CLIENTS, scale.dice()) as seen.tally:
             await _crowd(server, seen, max(20.0, 60.0 * scale.whole))
-            done.set()
         await _recover(server, seen)
         seen.exited = server.exit_code is not None
     return promises(seen)

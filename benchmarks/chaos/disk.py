@@ -12,18 +12,17 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import aiohttp
 
 from benchmarks.chaos import load
-from benchmarks.chaos.beside import CHAT, ask
 from benchmarks.chaos.promises import Promise, Scale, at_most, none_of, shown
 from benchmarks.chaos.server import Server, figure, read_metrics
+from benchmarks.chaos.work import CHAT, ask
 
 SOURCE = Path(__file__).with_name("disk_fault.c")
 WRITE, SYNC, READ, NAME = 1, 2, 4, 8
@@ -31,20 +30,14 @@ WRITE, SYNC, READ, NAME = 1, 2, 4, 8
 TMPFS = "16m"
 
 
-class Fault(Protocol):
-    """Something wrong with the machine. `refuses`: nothing can be stored meanwhile, so an upload gets 507."""
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of the disk. `refuses`: nothing can be stored meanwhile, so an upload gets 507."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def refuses(self) -> bool: ...
-
-    def begin(self, server: Server) -> None:
-        """Put the fault on."""
-
-    def end(self, server: Server) -> None:
-        """Take the fault away."""
+    name: str
+    begin: Callable[[Server], None]
+    end: Callable[[Server], None]
+    refuses: bool = True
 
 
 class Page:
@@ -59,46 +52,15 @@ class Page:
         self._memory[:] = struct.pack("4i", operations, error, percent, delay_ms)
 
 
-@dataclass(frozen=True, slots=True)
-class CallFault:
-    """System calls on the state folder's files fail with `error`, or take long."""
-
-    name: str
-    page: Page
-    operations: int
-    error: int = 0
-    percent: int = 100
-    delay_ms: int = 0
-
-    @property
-    def refuses(self) -> bool:
-        return self.percent == 100 and self.error != 0 and self.operations != READ
-
-    def begin(self, server: Server) -> None:  # noqa: ARG002 - see Fault
-        self.page.set(self.operations, self.error, self.percent, self.delay_ms)
-
-    def end(self, server: Server) -> None:  # noqa: ARG002 - see Fault
-        self.page.set()
-
-
-@dataclass(frozen=True, slots=True)
-class Full:
-    """The state folder's file system, a small one of its own, has no room."""
-
-    name: str = "full"
-    refuses: bool = True
-
-    def begin(self, server: Server) -> None:
-        hog = os.open(_hog(server), os.O_WRONLY | os.O_CREAT)
-        try:
-            for size in (1 << 16, 1):
-                while _write(hog, size):
-                    pass
-        finally:
-            os.close(hog)
-
-    def end(self, server: Server) -> None:
-        _hog(server).unlink()
+def fill(server: Server) -> None:
+    """Leave no room in the state folder's file system, a small one of its own."""
+    hog = os.open(_hog(server), os.O_WRONLY | os.O_CREAT)
+    try:
+        for size in (1 << 16, 1):
+            while _write(hog, size):
+                pass
+    finally:
+        os.close(hog)
 
 
 def _hog(server: Server) -> Path:
@@ -113,20 +75,16 @@ def _write(descriptor: int, size: int) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """The state folder is under another name."""
+def move_away(server: Server) -> None:
+    """Rename the state folder."""
+    server.state.rename(server.state.with_name("away"))
 
-    name: str = "moved away"
-    refuses: bool = True
 
-    def begin(self, server: Server) -> None:
-        server.state.rename(server.state.with_name("away"))
-
-    def end(self, server: Server) -> None:
-        if server.state.exists():  # made again meanwhile, which would be a fault of the server
-            shutil.rmtree(server.state)
-        server.state.with_name("away").rename(server.state)
+def move_back(server: Server) -> None:
+    """Give the state folder its name again."""
+    if server.state.exists():  # made again meanwhile, which would be a fault of the server
+        shutil.rmtree(server.state)
+    server.state.with_name("away").rename(server.state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +107,7 @@ def ground(folder: Path) -> Iterator[Ground]:
     command = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS}", "tmpfs", str(disk)]
     mounted = _run(command, skipped, "'full' is a failing call instead of a full file system")
     if mounted:
-        faults.append(Full())
+        faults.append(Fault("full", fill, lambda server: _hog(server).unlink()))
     library = folder / "disk_fault.so"
     compiler = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"]
     if _run(compiler, skipped, "faults of system calls are skipped: they need a C compiler"):
@@ -158,7 +116,7 @@ def ground(folder: Path) -> Iterator[Ground]:
                        "TIDEMILL_FAULT_ROOT": str(disk)}  # fmt: skip
         faults += call_faults(page, full=not mounted)
     try:
-        yield Ground(environment, disk, (*faults, Moved()), tuple(skipped))
+        yield Ground(environment, disk, (*faults, Fault("moved away", move_away, move_back)), tuple(skipped))
     finally:
         if mounted:
             subprocess.run(["umount", "--lazy", str(disk)], check=False)
@@ -176,19 +134,24 @@ def _run(command: list[str], skipped: list[str], otherwise: str) -> bool:
 
 
 def call_faults(page: Page, *, full: bool) -> Iterator[Fault]:
-    """Yield the faults of system calls; `full`: also that of a full disk."""
+    """Yield faults of system calls on the state folder's files; `full`: also that of a full disk."""
+
+    def fault(name: str, operations: int, error: int = 0, percent: int = 100, delay_ms: int = 0) -> Fault:
+        refuses = percent == 100 and error != 0 and operations != READ
+        return Fault(name, lambda _: page.set(operations, error, percent, delay_ms), lambda _: page.set(), refuses)
+
     if full:
-        yield CallFault("full", page, WRITE | NAME, errno.ENOSPC)
-    yield CallFault("read-only", page, WRITE | NAME, errno.EROFS)
-    yield CallFault("EIO on writes", page, WRITE, errno.EIO)
-    yield CallFault("EIO on fsync", page, SYNC, errno.EIO)
-    yield CallFault("EIO on reads", page, READ, errno.EIO)
-    yield CallFault("EIO on a third of all", page, WRITE | SYNC | READ, errno.EIO, percent=33)
-    yield CallFault("fsync takes 3 s", page, SYNC, delay_ms=3000)
-    yield CallFault("ESTALE on writes", page, WRITE, errno.ESTALE)
-    yield CallFault("ENXIO on fsync", page, SYNC, errno.ENXIO)
-    yield CallFault("ENOMEM on writes", page, WRITE, errno.ENOMEM)
-    yield CallFault("EACCES on writes", page, WRITE | NAME, errno.EACCES)
+        yield fault("full", WRITE | NAME, errno.ENOSPC)
+    yield fault("read-only", WRITE | NAME, errno.EROFS)
+    yield fault("EIO on writes", WRITE, errno.EIO)
+    yield fault("EIO on fsync", SYNC, errno.EIO)
+    yield fault("EIO on reads", READ, errno.EIO)
+    yield fault("EIO on a third of all", WRITE | SYNC | READ, errno.EIO, percent=33)
+    yield fault("fsync takes 3 s", SYNC, delay_ms=3000)
+    yield fault("ESTALE on writes", WRITE, errno.ESTALE)
+    yield fault("ENXIO on fsync", SYNC, errno.ENXIO)
+    yield fault("ENOMEM on writes", WRITE, errno.ENOMEM)
+    yield fault("EACCES on writes", WRITE | NAME, errno.EACCES)
 
 
 @contextmanager
@@ -212,7 +175,7 @@ REST, ANSWER_SECONDS, DRAIN_SECONDS = 0.5, 60.0, 180.0
 
 @dataclass(slots=True)
 class Round:
-    """What one fault did. `chats`: statuses; `waits`: seconds of each; `uploads`: statuses; `told`: looks at /ready
+    """Effects of one fault. `chats`: statuses; `waits`: seconds of each; `uploads`: statuses; `told`: looks at /ready
     that told of the storage; `stored`: acknowledged files, by id."""
 
     name: str
@@ -310,7 +273,7 @@ async def _count(session: aiohttp.ClientSession, found: Round, batch: str, count
 
 
 def promises(found: Round, fault: Fault, *, kill: bool) -> list[Promise]:
-    """Check what one fault did."""
+    """Check the effects of one fault."""
     name = found.name
     chats = found.chats.total() - found.chats[200]
     allowed = {507} if fault.refuses else {200, 507}

@@ -1,4 +1,4 @@
-"""Faults of the engine process beside streams and a batch: one table of faults and promises.
+"""Faults of the engine process beside mixed requests and a batch: one table of faults and promises.
 
 Each part has a server of its own. Answers are compared with those that the same server gave undisturbed.
 """
@@ -16,21 +16,22 @@ from statistics import median
 
 import aiohttp
 
-from benchmarks.chaos import load
+from benchmarks.chaos import load, oracle, work
 from benchmarks.chaos import server as chaos_server
 from benchmarks.chaos.child import POISON
+from benchmarks.chaos.oracle import Tally
 from benchmarks.chaos.promises import Part, Promise, Scale, at_most, never, shown
 from benchmarks.chaos.server import Server, lag_within, read_lag
 from benchmarks.hostile import MAX_BYTES, Bomb, bombs
 
-WEIGHTS = {"kill": 12, "kill twice": 3, "hang": 2, "failing steps": 2, "hostile bodies": 3, "stop": 0.3}
-MEAN_REST, FAIL_SECONDS, POLL, DRAIN_SECONDS = 2.0, 4.0, 0.02, 900.0
-AT_ONCE = 16
+WEIGHTS = {"kill": 12, "kill twice": 3, "hang": 2, "failing steps": 2, "hostile bodies": 3, "stop": 0.3, "pause": 3}
+MEAN_REST, FAIL_SECONDS, POLL = 2.0, 4.0, 0.02
+AT_ONCE, COMPLETIONS = 16, "/v1/completions"
 NOTICED = 0.3
 """Seconds: a shorter gap in a stream is no pause."""
 WARM_SHARE = 0.2
 """Share of a run before memory is compared."""
-INNOCENT, INNOCENT_TOKENS = 64, 200
+INNOCENT = 64
 TENANTS = {"heavy-key": "heavy requests=8 queued=4000", "light-key": "light"}
 HEAVY_TOKENS, LIGHT_TOKENS = 48, 8
 
@@ -60,11 +61,11 @@ class Saboteur:
         self.poison: Counter[str] = Counter()
 
     async def storm(self, seconds: float) -> None:
-        """The poison first, beside everything else, then every fault once, then random faults."""
+        """Send the poison, cause every fault once, then random faults."""
         until = time.monotonic() + seconds
         acts: dict[str, Callable[[], Awaitable[None]]] = {
             "kill": self._kill, "kill twice": self._kill_twice, "hang": self._hang, "stop": self._stop,
-            "failing steps": self._fail, "hostile bodies": self._send_some,
+            "pause": self._pause, "failing steps": self._fail, "hostile bodies": self._send_some,
         }  # fmt: skip
         await self.send_poison()
         once = self._dice.sample(list(WEIGHTS), len(WEIGHTS))
@@ -75,7 +76,7 @@ class Saboteur:
             await acts[name]()
 
     async def kill_often(self, times: int, seconds: float) -> None:
-        """Spread evenly, each at a random moment; the next one never before the server is ready again."""
+        """Kill the process at random moments of equal spans, never before the server is ready again."""
         begin = time.monotonic()
         for number in range(times):
             due = begin + (number + self._dice.random()) * seconds / times
@@ -95,12 +96,12 @@ class Saboteur:
         await self._fail(seconds)
 
     async def send_poison(self) -> None:
-        """It kills whatever process computes it, until the server has found it out."""
+        """Send a request that kills each process that computes it, until the server has convicted it."""
         self.faults["poison"] += 1
         start = time.monotonic()
-        answer = await load.stream(self._session, POISON, 20)
+        answer = await oracle.send(self._session, COMPLETIONS, load.body_of(POISON, 20))
         await self._until_ready(start)
-        self.poison[str(answer.error)] += 1
+        self.poison[str(answer.error).partition(":")[0]] += 1
 
     async def send_bombs(self, chosen: list[Bomb], at_once: int) -> None:
         """Send all bodies, `at_once` at a time."""
@@ -124,7 +125,7 @@ class Saboteur:
             return  # closed before it was read: refused as well
 
     async def _end(self, number: int) -> None:
-        """Send the process that runs a signal until there is another one."""
+        """Send a signal to the current process until there is another one."""
         before, another = self._pid_file.read_text(), self._another()
         while not another():
             with suppress(OSError, ValueError):  # it is gone, or there is none
@@ -132,7 +133,7 @@ class Saboteur:
             await asyncio.sleep(POLL)
 
     async def _until_ready(self, start: float, gone: Callable[[], bool] = lambda: True) -> None:
-        """Until the server is ready again, once `gone` says that it noticed."""
+        """Wait until the server is ready again, once `gone` says that it noticed."""
         while not gone() or not await self._is_ready():  # noqa: ASYNC110 - a state of another process
             await asyncio.sleep(POLL)
         self.down.append((start, time.monotonic()))
@@ -142,7 +143,7 @@ class Saboteur:
             return response.status == 200
 
     def _another(self) -> Callable[[], bool]:
-        """Whether another process has been started since."""
+        """Return a test of whether another process has been started since this call."""
         before = self._pid_file.read_text()
         return lambda: self._pid_file.exists() and self._pid_file.read_text() != before
 
@@ -152,7 +153,7 @@ class Saboteur:
         await self._until_ready(start)
 
     async def _kill_twice(self) -> None:
-        """The second time while the next process starts, or soon after."""
+        """Kill the process, and the next one while it starts or soon after."""
         start = time.monotonic()
         await self._end(signal.SIGKILL)
         await asyncio.sleep(self._dice.uniform(0.0, 5.0))
@@ -160,7 +161,7 @@ class Saboteur:
         await self._until_ready(start)
 
     async def _hang(self) -> None:
-        """A step that does not end: the watchdog of the process finds it."""
+        """Make a step that does not end: the watchdog of the process finds it."""
         another, hang = self._another(), self._chaos / "hang"
         hang.touch()
         while hang.exists():  # noqa: ASYNC110 - a step takes it away
@@ -172,9 +173,19 @@ class Saboteur:
         await self._until_ready(start, another)
 
     async def _stop(self) -> None:
-        """A process that says nothing more: the gateway finds it."""
+        """Stop the process for good: the gateway finds it."""
         start = time.monotonic()
         await self._end(signal.SIGSTOP)
+        await self._until_ready(start)
+
+    async def _pause(self) -> None:
+        """Stop the process for less time than the gateway waits, or a little more."""
+        start = time.monotonic()
+        with suppress(OSError, ValueError):
+            paused = int(self._pid_file.read_text())
+            os.kill(paused, signal.SIGSTOP)
+            await asyncio.sleep(self._dice.uniform(0.2, 4.0))
+            os.kill(paused, signal.SIGCONT)
         await self._until_ready(start)
 
     async def _fail(self, seconds: float = FAIL_SECONDS) -> None:
@@ -188,7 +199,7 @@ class Saboteur:
 
 
 def pauses(gaps: Sequence[tuple[float, float]], down: Sequence[tuple[float, float]]) -> list[float]:
-    """Of the gaps that a reader notices and that a fault touched: how long they were beyond the time without engine."""
+    """Return, for each noticeable gap that a fault touched, its seconds beyond the time without an engine process."""
     found = []
     for start, end in gaps:
         without = sum(max(0.0, min(end, back) - max(start, gone)) for gone, back in down)
@@ -199,16 +210,16 @@ def pauses(gaps: Sequence[tuple[float, float]], down: Sequence[tuple[float, floa
 
 @dataclass(slots=True)
 class Run:
-    """Results of the work. `down`: without an engine; `lag`: of the loop, before and after;
-    `own_lag`: but for its waits for a core."""
+    """Results of the work. `lag`: of the loop, before and after; `own_lag`: without its waits for a core; `work`:
+    promises to clients and to the batch."""
 
     saboteur: Saboteur
-    outcome: load.Outcome = field(default_factory=load.Outcome)
+    tally: Tally = field(default_factory=Tally)
+    work: list[Promise] = field(default_factory=list)
     lag: tuple[dict[float, float], dict[float, float]] = field(default_factory=lambda: ({}, {}))
     own_lag: tuple[dict[float, float], dict[float, float]] = field(default_factory=lambda: ({}, {}))
     memory: list[int] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
-    batch: str = ""
 
 
 async def _watch_memory(server: Server, seen: list[int]) -> None:
@@ -219,7 +230,7 @@ async def _watch_memory(server: Server, seen: list[int]) -> None:
 
 @asynccontextmanager
 async def watched(session: aiohttp.ClientSession, server: Server, run: Run) -> AsyncIterator[None]:
-    """Memory and the lateness of the loop during the block."""
+    """Watch memory and the lateness of the loop during the block."""
     before, own_before = await read_lag(session)
     watching = asyncio.create_task(_watch_memory(server, run.memory))
     try:
@@ -232,50 +243,29 @@ async def watched(session: aiohttp.ClientSession, server: Server, run: Run) -> A
     run.lag, run.own_lag = (before, after), (own_before, own_after)
 
 
-async def beside_work(
-    server: Server, scale: Scale, lines: int, faults: Callable[[Saboteur], Awaitable[None]],
-    streams: int | None = None, tokens: int = load.STREAM_TOKENS,
-) -> Run:  # fmt: skip
-    """Streams, one answer after another, and a batch of so many lines while `faults` goes on; then what became of the
-    work. Answers are compared with those that the same server gave undisturbed."""
-    dice, streams = scale.dice(), scale.streams if streams is None else streams
-    prompts = load.make_prompts(dice, streams, 24)
-    line_prompts = load.make_prompts(dice, load.LINE_PROMPTS, 12)
+async def beside_work(server: Server, scale: Scale, fault: "Fault") -> Run:
+    """Let clients and a batch work during the fault, and compare their answers with undisturbed ones."""
+    dice, lines = scale.dice(), scale.of(fault.lines, 20) if fault.lines else 0
+    async with server.session() as session:
+        expected = await oracle.undisturbed(session)
+    before = await work.take_stock(server)
     async with server.session() as session:
         run = Run(Saboteur(session, server, dice))
-        undisturbed = await asyncio.gather(*[load.stream(session, prompt, tokens) for prompt in prompts])
-        expected = [answer.tokens for answer in undisturbed]
-        texts = [await load.text_of(session, prompt) for prompt in line_prompts]
-        assert all(len(found) == tokens for found in expected), "undisturbed answers are not whole"
         async with watched(session, server, run):
-            batch = await load.submit_batch(session, line_prompts, lines) if lines else None
-            done = asyncio.Event()
-            async with asyncio.TaskGroup() as group:
-                for number in range(streams):
-                    group.create_task(load.keep_streaming(session, prompts, expected, number, done, run.outcome))
-                await faults(run.saboteur)
-                done.set()
+            batch = await work.submit_batch(session, lines) if lines else None
+            async with oracle.clients(session, expected, fault.clients or scale.clients, dice) as run.tally:
+                await fault.act(run.saboteur, scale)
             if batch is not None:
-                state = await load.wait_batch(session, batch, time.monotonic() + DRAIN_SECONDS)
-                run.batch = state["status"]
-                await load.count_rows(session, state, texts, lines, run.outcome)
+                run.work.append(await work.of_batch(session, batch, lines, expected))
+        run.work += await work.of_answers(session, run.tally)
         run.ended = list(chaos_server.endings(await chaos_server.read_metrics(session)))
+    choices = run.tally.choices if fault.counted else None
+    run.work += work.of_holdings(before, await work.take_stock(server), choices)
     return run
 
 
-def of_work(run: Run) -> list[Promise]:
-    """Nothing broken, nothing different, nothing lost or doubled."""
-    outcome, found = run.outcome, [shown("streams", str(run.outcome.streams))]
-    found += [never("broken streams", outcome.broken), never("streams with differing tokens", outcome.differing)]
-    if run.batch:
-        found += [shown(f"rows of the batch ({run.batch})", str(outcome.rows)), never("rows lost", outcome.lost)]
-        found += [never("rows doubled", outcome.doubled), never("rows failed", outcome.failed)]
-        found.append(never("rows with differing text", outcome.rows_differing))
-    return found
-
-
 def of_pauses(run: Run) -> list[Promise]:
-    found = pauses(run.outcome.gaps, run.saboteur.down) or [0.0]
+    found = pauses(run.tally.gaps, run.saboteur.down) or [0.0]
     without = [end - start for start, end in run.saboteur.down] or [0.0]
     return [
         shown("time without engine, median", median(without), "s"),
@@ -299,8 +289,6 @@ def of_loop(run: Run) -> list[Promise]:
 def report(run: Run) -> None:
     print("  faults: " + ", ".join(f"{count} {name}" for name, count in run.saboteur.faults.items()))
     print("  engine processes that ended: " + (", ".join(run.ended) or "none"))
-    if run.outcome.errors:
-        print(f"  streams that broke: {dict(run.outcome.errors)}")
     if run.saboteur.wrong:
         print(f"  bombs that were not refused: {dict(run.saboteur.wrong)}")
 
@@ -310,24 +298,24 @@ def report(run: Run) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A part: a fault and its promises besides whole and equal answers. `lines`: of the batch."""
+    """A part: a fault and its promises besides whole and equal answers. `lines`: of the batch; `clients`: instead of
+    those of the command; `counted`: no other request than theirs is online."""
 
     about: str
     act: Callable[[Saboteur, Scale], Awaitable[None]]
     promises: Callable[[Run], list[Promise]]
     lines: int = 0
-    streams: int | None = None
-    tokens: int = load.STREAM_TOKENS
+    clients: int = 0
+    counted: bool = True
 
     def part(self) -> Part:
         """Return the part of `chaos`."""
 
         async def run_part(scale: Scale) -> list[Promise]:
-            lines = scale.of(self.lines, 20) if self.lines else 0
             with chaos_server.start() as server:
-                run = await beside_work(server, scale, lines, lambda s: self.act(s, scale), self.streams, self.tokens)
+                run = await beside_work(server, scale, self)
             report(run)
-            return [*of_work(run), *self.promises(run)]
+            return [*run.work, *self.promises(run)]
 
         run_part.__doc__ = self.about
         return run_part
@@ -359,10 +347,10 @@ async def send_all_bombs(saboteur: Saboteur, scale: Scale) -> None:
 
 FAULTS = {
     "kill": Fault(
-        "SIGKILLs of the engine process under streams and a batch",
+        "SIGKILLs of the engine process",
         lambda saboteur, scale: saboteur.kill_often(scale.of(200, 2), scale.seconds),
         lambda run: [*of_pauses(run), *of_loop(run)],
-        lines=5000,
+        lines=2000,
     ),
     "hang": Fault(
         "steps that do not end",
@@ -380,19 +368,21 @@ FAULTS = {
         "one request among many that kills every process which computes it",
         lambda saboteur, _: saboteur.send_poison(),
         of_poison,
-        streams=INNOCENT,
-        tokens=INNOCENT_TOKENS,
+        clients=INNOCENT,
+        counted=False,
     ),
     "bombs": Fault(
         "expensive bodies, one after another and many at once",
         send_all_bombs,
         lambda run: [*of_bombs(run), *of_loop(run)],
+        counted=False,
     ),
     "storm": Fault(
         "every fault at random moments",
         lambda saboteur, scale: saboteur.storm(scale.seconds),
         lambda run: [*of_bombs(run), *of_poison(run), *of_status(run), *of_pauses(run), *of_loop(run)],
         lines=1200,
+        counted=False,
     ),
 }
 
@@ -405,7 +395,8 @@ async def tenant(scale: Scale) -> list[Promise]:
         async with server.session("light-key") as light, server.session("heavy-key") as heavy:
             await _first_tokens(light, prompts, 3)
             alone = await _first_tokens(light, prompts, times)
-            flood = [asyncio.create_task(load.stream(heavy, prompts[i % 64], HEAVY_TOKENS)) for i in range(waiting)]
+            bodies = [load.body_of(prompt, HEAVY_TOKENS) for prompt in prompts]
+            flood = [asyncio.create_task(oracle.send(heavy, COMPLETIONS, bodies[i % 64])) for i in range(waiting)]
             await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
             beside = await _first_tokens(light, prompts, times)
             left = sum(not task.done() for task in flood)
@@ -420,18 +411,13 @@ async def tenant(scale: Scale) -> list[Promise]:
 
 
 async def _first_tokens(session: aiohttp.ClientSession, prompts: Sequence[list[int]], times: int) -> list[float]:
-    """Seconds until the first token of one request after another, none of whose prompts is known."""
+    """Return the seconds until the first token of one request after another, each with a prompt of its own."""
     found = []
     for number in range(times):
         prompt = [400 - number % 60, *prompts[number % len(prompts)]]
-        found.append(await _timed(session, prompt))
+        answer = await oracle.send(session, COMPLETIONS, load.body_of(prompt, LIGHT_TOKENS))
+        found.append(answer.at[1] - answer.at[0])
     return found
-
-
-async def _timed(session: aiohttp.ClientSession, prompt: list[int]) -> float:
-    """Seconds until the first token."""
-    start = time.monotonic()
-    return (await load.stream(session, prompt, LIGHT_TOKENS)).at[0] - start
 
 
 PARTS: dict[str, Part] = {

@@ -1,4 +1,4 @@
-"""SIGKILL of the gateway in every phase of a batch, and the state after the next start."""
+"""The part `gateway`: SIGKILL of the gateway in every phase of a batch, and the state after the next start."""
 
 import asyncio
 import json
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from benchmarks.chaos import load
-from benchmarks.chaos.server import Server
+from benchmarks.chaos.promises import Promise, Scale, none_of
+from benchmarks.chaos.server import Server, start
 
-BATCH_LINES, UPLOAD_BYTES, WAIT_SECONDS = 300, 20_000_000, 180.0
+UPLOAD_BYTES, WAIT_SECONDS = 20_000_000, 180.0
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Killed:
     dice: random.Random
     prompts: Sequence[list[int]]
     texts: Sequence[str]
-    lines: int = BATCH_LINES
+    lines: int
     harm: Counter[str] = field(default_factory=Counter)
 
     async def in_phase(self, phase: str) -> None:
@@ -85,7 +86,7 @@ class Killed:
             await asyncio.sleep(0.001)
 
     def left_over(self) -> None:
-        """Count what nothing explains once all batches have ended. The server has stopped."""
+        """Count unexplained files and rows once all batches have ended. The server has stopped."""
         state = self.server.state
         with closing(sqlite3.connect(state / "tidemill.db")) as known:
             files = {row[0] for row in known.execute("SELECT id FROM files WHERE deleted_at IS NULL")}
@@ -169,3 +170,21 @@ PHASES: Mapping[str, Callable[[Killed, aiohttp.ClientSession], Awaitable[Work]]]
     "validating": _validating, "in_progress": _in_progress, "finalizing": _finalizing, "cancelling": _cancelling,
     "uploading": _uploading, "creating": _creating,
 }  # fmt: skip
+
+
+async def gateway(scale: Scale) -> list[Promise]:
+    """SIGKILLs of the gateway in every phase of a batch, for a third of the time."""
+    with start() as server:
+        prompts = load.make_prompts(scale.dice(), load.LINE_PROMPTS, 12)
+        async with server.session() as session:
+            texts = [await load.text_of(session, prompt) for prompt in prompts]
+        killed, times = Killed(server, scale.dice(), prompts, texts, scale.of(1000, 60)), Counter[str]()
+        until = time.monotonic() + scale.seconds / 3
+        while not times or time.monotonic() < until:
+            for phase in PHASES:
+                times[phase] += 1
+                await killed.in_phase(phase)
+        await asyncio.to_thread(server.end)
+    killed.left_over()
+    print(f"  killed: {dict(times)}", flush=True)
+    return [none_of("harm", killed.harm)]

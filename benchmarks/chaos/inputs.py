@@ -1,5 +1,5 @@
 """The part `inputs`: requests, batches and answers that cost a server more than they should, of all sizes up to the
-limit of a body, beside clients that do nothing wrong."""
+limit of a body, beside well-behaved clients."""
 
 import asyncio
 import json
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import aiohttp
 import orjson
 
-from benchmarks.chaos import load
-from benchmarks.chaos.beside import CHAT, ask, bystanders, promises, undisturbed
+from benchmarks.chaos import load, oracle
 from benchmarks.chaos.load import MODEL
 from benchmarks.chaos.promises import Promise, Scale, never, shown
 from benchmarks.chaos.server import Server, start
+from benchmarks.chaos.work import CHAT, ask, bystanders, of_bystanders
 from benchmarks.hostile import MAX_BYTES, HostileGrammar, always, dump, grammars, joined
 
 ANSWERS = frozenset({200, 400, 413, 429, 503})
@@ -261,8 +261,8 @@ async def _go_through(server: Server, scale: Scale, parser: str, left: list[Stag
     """Run stages, removing them from `left`, until one has taken the server away."""
     found: list[Promise] = []
     async with server.session(seconds=ANSWER_SECONDS) as session:
-        expected = await undisturbed(session)
-        async with bystanders(server, session, expected) as calm:
+        expected = await oracle.undisturbed(session)
+        async with bystanders(server, session, expected, scale) as calm:
             await asyncio.sleep(QUIET_SECONDS)
         worst, late = 1e3 * calm.probes.worst(), 1e3 * calm.probes.late
         print(f"  {parser}: without hostile requests /health took at most {worst:.0f} ms, "
@@ -271,12 +271,12 @@ async def _go_through(server: Server, scale: Scale, parser: str, left: list[Stag
             stage = left.pop(0)
             attack = Attack(session, scale, scale.dice())
             begin = time.monotonic()
-            async with bystanders(server, session, expected) as beside:
+            async with bystanders(server, session, expected, scale) as beside:
                 await stage(attack)
             name = f"{stage.__name__} {parser}" if stage is write_blanks else stage.__name__
             _report(name, attack, time.monotonic() - begin)
             found.append(shown(f"{name}: answers", str(attack.answers.total())))
-            found += [never(f"{name}: wrong answers", len(attack.wrong)), *promises(name, beside, calm.probes)]
+            found += [never(f"{name}: wrong answers", len(attack.wrong)), *of_bystanders(name, beside, calm.probes)]
             if beside.gone:
                 server.kill()
                 break

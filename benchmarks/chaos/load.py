@@ -1,4 +1,4 @@
-"""The work that `chaos` disturbs: streams and a batch, greedy, so that every answer is known beforehand."""
+"""Batches of `chaos`: greedy lines whose answers are known beforehand, their upload, their end and their rows."""
 
 import asyncio
 import json
@@ -6,99 +6,22 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 MODEL = "tidemill-demo"
-STREAM_TOKENS, LINE_TOKENS, LINE_PROMPTS = 300, 24, 16
+LINE_TOKENS, LINE_PROMPTS = 24, 16
 TERMINAL = {"completed", "failed", "expired", "cancelled"}
 
 
-@dataclass(slots=True)
-class Answer:
-    """`at`: when chunks came, on the monotonic clock; `status`: of HTTP; `error`: the code of what ended it."""
-
-    tokens: list[int] = field(default_factory=list)
-    at: list[float] = field(default_factory=list)
-    status: int = 0
-    error: str | None = None
-
-    def gaps(self) -> list[tuple[float, float]]:
-        """The times between two chunks."""
-        return list(zip(self.at, self.at[1:], strict=False))
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of the work. Rows are counted by their line: `lost` have none, `doubled` more than one."""
-
-    streams: int = 0
-    broken: int = 0
-    differing: int = 0
-    gaps: list[tuple[float, float]] = field(default_factory=list)
-    rows: int = 0
-    lost: int = 0
-    doubled: int = 0
-    failed: int = 0
-    rows_differing: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-
-
 def make_prompts(dice: random.Random, count: int, length: int) -> list[list[int]]:
-    """Token ids; no two begin alike."""
+    """Return lists of token ids; no two begin alike."""
     return [[20 + number, *(dice.randrange(20, 400) for _ in range(length - 1))] for number in range(count)]
 
 
 def body_of(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
     return {"model": MODEL, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-
-
-async def stream(session: aiohttp.ClientSession, prompt: Sequence[int], tokens: int) -> Answer:
-    """Return one streamed answer, whole or broken."""
-    body = {**body_of(prompt, tokens), "stream": True, "return_token_ids": True}
-    answer = Answer()
-    try:
-        async with session.post("/v1/completions", json=body) as response:
-            answer.status = response.status
-            if response.status != 200:
-                answer.error = (await response.json())["error"]["code"]
-                return answer
-            async for raw in response.content:
-                if raw.startswith(b"data: {"):
-                    _take(answer, json.loads(raw[6:]))
-    except (aiohttp.ClientError, TimeoutError) as error:
-        answer.error = type(error).__name__
-    return answer
-
-
-def _take(answer: Answer, event: dict[str, Any]) -> None:
-    if "error" in event:
-        answer.error = event["error"]["code"] or "error"
-    for choice in event.get("choices", ()):
-        if ids := choice.get("token_ids"):
-            answer.tokens += ids
-            answer.at.append(time.monotonic())
-
-
-async def keep_streaming(
-    session: aiohttp.ClientSession, prompts: Sequence[Sequence[int]], expected: Sequence[list[int]], number: int,
-    done: asyncio.Event, outcome: Outcome,
-) -> None:  # fmt: skip
-    """One answer after another until the end, each compared with the undisturbed answer."""
-    while not done.is_set():
-        expectation = expected[number]
-        answer = await stream(session, prompts[number], len(expectation))
-        number = (number + 1) % len(prompts)
-        outcome.streams += 1
-        outcome.gaps += answer.gaps()
-        if answer.error is not None or len(answer.tokens) != len(expectation):
-            outcome.broken += 1
-            outcome.errors[f"{answer.status} {answer.error}"] += 1
-            await asyncio.sleep(0.1)
-        elif answer.tokens != expectation:
-            outcome.differing += 1
 
 
 def line(name: str, body: str, url: str = "/v1/completions") -> str:
@@ -136,28 +59,13 @@ async def submit_batch(session: aiohttp.ClientSession, prompts: Sequence[Sequenc
 
 
 async def wait_batch(session: aiohttp.ClientSession, batch: str, until: float) -> dict[str, Any]:
-    """The batch when it has ended, or as it is then."""
+    """Return the batch when it has ended, or its state at `until`."""
     while True:
         async with session.get(f"/v1/batches/{batch}") as response:
             state: dict[str, Any] = await response.json()
         if state["status"] in TERMINAL or time.monotonic() > until:
             return state
         await asyncio.sleep(0.5)
-
-
-async def count_rows(
-    session: aiohttp.ClientSession, state: dict[str, Any], expected: Sequence[str], lines: int, outcome: Outcome
-) -> None:
-    """Compare the rows of a batch that has ended with the lines of it."""
-    rows, errors = await read_rows(session, state)
-    found = Counter(row["custom_id"] for row in rows + errors)
-    outcome.rows = len(rows)
-    outcome.failed = len(errors)
-    outcome.lost = sum(str(i) not in found for i in range(lines))
-    outcome.doubled = sum(count > 1 for count in found.values())
-    for row in rows:
-        text = row["response"]["body"]["choices"][0]["text"]
-        outcome.rows_differing += text != expected[int(row["custom_id"]) % len(expected)]
 
 
 async def read_rows(

@@ -8,14 +8,14 @@ import asyncio
 import secrets
 import time
 
-from benchmarks.chaos import descriptors, disk, engine, inputs, load, oracle_part, store
+from benchmarks.chaos import descriptors, disk, engine, gateway_kills, inputs, store
 from benchmarks.chaos.promises import Part, Scale, show
 from benchmarks.machine import describe
 
 PARTS: dict[str, Part] = {
     **engine.PARTS, "inputs": inputs.inputs, "disk": disk.disk, "descriptors": descriptors.descriptors,
     "store": store.store,
-    "oracle": oracle_part.oracle_part,
+    "gateway": gateway_kills.gateway,
 }  # fmt: skip
 
 
@@ -33,14 +33,14 @@ def main(argv: list[str] | None = None) -> None:
     help_seconds = "size of each part: 600 is the whole of it, other numbers scale it (default 600)"
     parser.add_argument("--seconds", type=float, default=600.0, help=help_seconds)
     parser.add_argument("--seed", type=int, help="number from which faults and prompts are drawn (default: drawn)")
-    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=8, help="clients with mixed requests beside a fault (default 8)")
     parser.add_argument("--loose", action="store_true", help="do not fail for times, which a busy machine stretches")
     options = parser.parse_args(argv)
     seed = secrets.randbits(32) if options.seed is None else options.seed
-    scale = Scale(seed, options.seconds, options.streams)
+    scale = Scale(seed, options.seconds, options.clients)
     names = ",".join(options.parts)
-    print(f"chaos: --parts {names} --seed {seed} --seconds {scale.seconds:g}, {scale.streams} streams of "
-          f"{load.STREAM_TOKENS} tokens; {describe()}", flush=True)  # fmt: skip
+    print(f"chaos: --parts {names} --seed {seed} --seconds {scale.seconds:g}, {scale.clients} clients; "
+          f"{describe()}", flush=True)  # fmt: skip
     broken = []
     for name in options.parts:
         part, begin = PARTS[name], time.monotonic()

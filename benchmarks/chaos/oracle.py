@@ -1,11 +1,12 @@
-"""Requests of every kind whose answers are known from an undisturbed run: ask, compare, and say what differs."""
+"""Requests of every kind whose answers are known from an undisturbed run, and their comparison."""
 
 import asyncio
 import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,9 @@ import aiohttp
 
 from benchmarks.chaos.load import MODEL
 
-NUMBERS = 48
+NUMBERS, AT_ONCE = 48, 4
 CUT = 0.1
-"""Share of streams whose client goes away after a few chunks."""
+"""Share of streams whose client disconnects after a few chunks."""
 MARGIN = 1e-4
 """Difference of log probabilities below which two tokens are a tie; a recomputed prompt may pick the other."""
 COUNTRIES = ("France", "Italy", "Spain", "Japan", "Peru")
@@ -71,7 +72,8 @@ def request_of(number: int) -> tuple[str, str, dict[str, Any]]:
 
 @dataclass(slots=True)
 class Answer:
-    """`choices`: tokens and finish reason by index; `error`: why there is none; `cut`: the client went away."""
+    """`choices`: tokens and finish reason by index; `error`: reason of a missing answer, which begins with the code;
+    `cut`: the client has disconnected; `at`: times of the request and of each chunk, on the monotonic clock."""
 
     choices: dict[int, tuple[list[int], str | None]] = field(default_factory=dict)
     tokens: int | None = None
@@ -82,19 +84,30 @@ class Answer:
     def take(self, event: dict[str, Any]) -> None:
         """Add a chunk, or a whole answer."""
         if "error" in event:
-            self.error = str(event["error"])[:160]
+            self.error = f"{event['error']['code']}: {event['error']['message']}"[:160]
         self.tokens = (event.get("usage") or {}).get("completion_tokens", self.tokens)
         for choice in event.get("choices", ()):
             tokens, reason = self.choices.setdefault(choice["index"], ([], None))
             tokens += choice.get("token_ids") or []
             self.choices[choice["index"]] = tokens, choice.get("finish_reason") or reason
 
+    def gaps(self) -> list[tuple[float, float]]:
+        """Return begin and end of each wait for a chunk."""
+        return list(zip(self.at, self.at[1:], strict=False))
+
 
 async def ask(session: aiohttp.ClientSession, number: int, *, stream: bool, most: int | None = None) -> Answer:
-    """Ask; go away after `most` chunks."""
+    """Send the request with this number; disconnect after `most` chunks."""
     _, path, body = request_of(number)
+    return await send(session, path, body, stream=stream, most=most)
+
+
+async def send(
+    session: aiohttp.ClientSession, path: str, body: dict[str, Any], *, stream: bool = True, most: int | None = None
+) -> Answer:
+    """Send a request and return its answer, whole or broken."""
     if stream:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     answer = Answer(at=[time.monotonic()])
     try:
         async with session.post(path, json=body) as response:
@@ -173,7 +186,7 @@ async def is_tie(session: aiohttp.ClientSession, difference: Difference) -> bool
 
 @dataclass(slots=True)
 class Tally:
-    """What clients got: `same`, `cut`, errors by text, differences, and the longest wait between two chunks."""
+    """Answers of clients: `same`, `cut`, errors by text, differences; `gaps`: every wait for a chunk of a stream."""
 
     asked: int = 0
     choices: int = 0
@@ -181,12 +194,13 @@ class Tally:
     cut: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     differences: list[Difference] = field(default_factory=list)
-    gap: float = 0.0
+    gaps: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, number: int, expected: Answer, got: Answer) -> None:
+        """Compare an answer with the undisturbed one."""
         self.asked += 1
         self.choices += len(expected.choices)
-        self.gap = max([self.gap, *(end - start for start, end in zip(got.at, got.at[1:], strict=False))])
+        self.gaps += got.gaps()
         if got.error is not None:
             self.errors[got.error] += 1
         elif got.cut:
@@ -197,10 +211,20 @@ class Tally:
             self.same += got.tokens == expected.tokens
             self.errors["wrong usage"] += got.tokens != expected.tokens
 
+    def longest_gap(self) -> float:
+        """Return the longest wait for a chunk in seconds."""
+        return max((end - start for start, end in self.gaps), default=0.0)
+
 
 async def undisturbed(session: aiohttp.ClientSession) -> list[Answer]:
-    """Return the answers of all numbers, one after another. Raises RuntimeError if one fails."""
-    found = [await ask(session, number, stream=number % 2 == 0) for number in range(NUMBERS)]
+    """Return the answers of all numbers, a few at a time. Raise RuntimeError if one fails."""
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def one(number: int) -> Answer:
+        async with turns:
+            return await ask(session, number, stream=number % 2 == 0)
+
+    found = await asyncio.gather(*map(one, range(NUMBERS)))
     if failed := [answer.error for answer in found if answer.error is not None]:
         raise RuntimeError(f"the undisturbed run failed: {failed[0]}")
     return found
@@ -209,8 +233,27 @@ async def undisturbed(session: aiohttp.ClientSession) -> list[Answer]:
 async def keep_asking(
     session: aiohttp.ClientSession, expected: Sequence[Answer], dice: random.Random, done: asyncio.Event, tally: Tally
 ) -> None:
-    """Ask one request after another until the end; some clients go away."""
+    """Send one request after another until `done`; some clients disconnect."""
     while not done.is_set():
         number, stream = dice.randrange(NUMBERS), dice.random() < 0.6
         most = dice.randrange(1, 12) if stream and dice.random() < CUT else None
-        tally.add(number, expected[number], await ask(session, number, stream=stream, most=most))
+        answer = await ask(session, number, stream=stream, most=most)
+        tally.add(number, expected[number], answer)
+        if answer.error is not None:
+            await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def clients(
+    session: aiohttp.ClientSession, expected: Sequence[Answer], count: int, dice: random.Random
+) -> AsyncIterator[Tally]:
+    """Keep so many clients asking during the block."""
+    tally, done = Tally(), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(count):
+            own = random.Random(dice.random())
+            group.create_task(keep_asking(session, expected, own, done, tally))
+        try:
+            yield tally
+        finally:
+            done.set()

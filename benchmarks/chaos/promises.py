@@ -25,7 +25,7 @@ class Scale:
 
     seed: int
     seconds: float
-    streams: int
+    clients: int
 
     @property
     def whole(self) -> float:

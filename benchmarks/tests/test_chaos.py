@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from fakes.runner import FakeRunner
 
-from benchmarks.chaos import engine, main, promises
+from benchmarks.chaos import engine, main, promises, work
 from benchmarks.chaos import server as chaos_server
 from benchmarks.chaos.child import POISON, SabotagedRunner
 from benchmarks.chaos.engine import Run, Saboteur
-from benchmarks.chaos.load import Outcome
+from benchmarks.chaos.oracle import Answer
 from benchmarks.chaos.promises import Promise, Scale
 from engine.api import SamplingParams
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
@@ -39,12 +39,23 @@ def test_one_broken_promise_is_enough(capsys: pytest.CaptureFixture[str]) -> Non
     assert "BROKEN" in capsys.readouterr().out
 
 
-def test_everything_that_goes_wrong_breaks_a_promise() -> None:
+async def test_everything_that_goes_wrong_breaks_a_promise() -> None:
     server = chaos_server.Server(Path())
-    run = Run(Saboteur(None, server, None), batch="completed")  # type: ignore[arg-type]
-    assert all(promise.kept is not False for promise in engine.of_work(run))
-    run.outcome = Outcome(broken=1, differing=1, lost=1, doubled=1, failed=1, rows_differing=1)
-    assert [promise.kept for promise in engine.of_work(run)].count(False) == 6
+    run = Run(Saboteur(None, server, None))  # type: ignore[arg-type]
+    greedy, other = (Answer({0: ([token, 5], "length")}, tokens=2) for token in (3, 4))
+    run.tally.add(1, greedy, greedy)
+    assert all(promise.kept is not False for promise in await work.of_answers(None, run.tally))  # type: ignore[arg-type]
+    sampled, structured = 1, 7
+    for number in (sampled, sampled, structured):
+        run.tally.add(number, greedy, other)
+    run.tally.add(1, greedy, Answer(error="engine_error: gone"))
+    broken = await work.of_answers(None, run.tally)  # type: ignore[arg-type]
+    assert [promise.name for promise in broken if promise.kept is False] == [
+        "answers that differ", "sampled answers that differ", "answers that failed",
+    ]  # fmt: skip
+    before, after = work.Holdings(5, 0, 0, 0, 9), work.Holdings(9, 1, 2, 99_000_000, 99)
+    assert [promise.kept for promise in work.of_holdings(before, before, 0)] == [True] * 5
+    assert [promise.kept for promise in work.of_holdings(before, after, 5)] == [False] * 5
     late = {0.01: 0.0, 0.1: 0.0, math.inf: 0.0}, {0.01: 9.0, 0.1: 99.0, math.inf: 100.0}
     in_time = {0.01: 0.0, 0.1: 0.0, math.inf: 0.0}, {0.01: 100.0, 0.1: 100.0, math.inf: 100.0}
     run.memory = [10, *[2**20] * 9, 300 * 2**20]
@@ -52,7 +63,7 @@ def test_everything_that_goes_wrong_breaks_a_promise() -> None:
     assert [promise.kept for promise in engine.of_loop(run)] == [None, None, False, False, False]
     run.own_lag = in_time
     assert [promise.kept for promise in engine.of_loop(run)] == [None, None, True, True, False]
-    run.saboteur.down, run.outcome.gaps = [(1.0, 2.0)], [(1.0, 6.0)]
+    run.saboteur.down, run.tally.gaps = [(1.0, 2.0)], [(1.0, 6.0)]
     assert [promise.kept for promise in engine.of_pauses(run)] == [None, None, False, False]
 
 
@@ -60,7 +71,7 @@ def test_parts_are_known_by_name_and_scaled_by_seconds(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main.main(["--parts", "kill,nonsense"])
     assert (
-        "known: kill, hang, fail, poison, bombs, tenant, storm, inputs, disk, descriptors, store, oracle"
+        "known: kill, hang, fail, poison, bombs, tenant, storm, inputs, disk, descriptors, store, gateway"
         in capsys.readouterr().err
     )
     assert Scale(1, 600.0, 8).of(200) == 200 and Scale(1, 60.0, 8).of(200) == 20 and Scale(1, 6.0, 8).of(20, 2) == 2
