@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -490,13 +491,14 @@ def test_a_step_that_would_wait_for_the_compiler_is_seen(monkeypatch: pytest.Mon
                 counts_of(dry, runner, kind)
 
 
+PAGE = Path(__file__).parents[1] / "docs" / "develop" / "kernels.md"
 LAUNCHING = ("llama-gqa2", "qwen3", "gemma3", "opt", "neox")
 """One family for each shape of a layer."""
 
 
 def launches_of(name: str, tokens: int) -> tuple[list[str], list[str]]:
-    """What a step of two decodes, or of `tokens` with prompts among them, launches in a layer and outside of all:
-    kernels of ours and operators of torch, by name."""
+    """Return the launches of a step of two decodes, or of `tokens` with prompts among them, in a layer and outside of
+    the layers: Triton kernels and operators of torch, by name."""
     found: list[list[str]] = []
     for num_layers in (1, 2):
         with dry_device() as dry:
@@ -523,6 +525,8 @@ def test_launches_of_a_step(name: str) -> None:
     assert ["begin_kernel", *same] == outside
     assert [each for each in mixed if each not in ("prefill_kernel", "merge_kernel")] == layer
     assert len(mixed) == 11
+    kernels = {each.removesuffix("_kernel") for each in (*mixed, *outside) if each.endswith("_kernel")}
+    assert all(f"**{kernel}**" in PAGE.read_text() for kernel in kernels)
 
 
 MUTANTS = {

@@ -8,8 +8,8 @@ import packed_checkpoints
 import pytest
 import tiny_models
 import torch
+from compiled_kernels import Tensors
 from dry_device import META, dry_device
-from kernel_ledger import _Tensors
 from safetensors.torch import load_file, save_file
 from test_dry_device import counts_of
 from torch import Tensor
@@ -159,7 +159,7 @@ def _dry_runner(make: MakeLinear, *, graphs: bool = True) -> Runner[CudaDevice]:
     spec = spec_from_config(SHAPES["8B"] | {"num_hidden_layers": 2, "vocab_size": 4096, "eos_token_id": None})
     limits = Limits(4, 32, 128, num_units=120, block_size=16)
     with torch.inference_mode():
-        weights = build_weights(spec, _Tensors(), make)
+        weights = build_weights(spec, Tensors(), make)
     return Runner(CudaDevice(spec, weights, triton_kernels(), limits, graphs=graphs, host_units=8))
 
 

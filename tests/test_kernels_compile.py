@@ -12,8 +12,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from compiled_kernels import ARCHS, MODELS, SHARED_MEMORY, Code, compile_code, launched, record  # noqa: E402
 from dry_device import META  # noqa: E402
-from kernel_ledger import Code, launched  # noqa: E402
 
 from engine.models.attention import Manner, PoolView  # noqa: E402
 from engine.triton_kernels import configs  # noqa: E402
@@ -30,8 +30,6 @@ from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, 
 from engine.triton_kernels.step_tokens import begin_step  # noqa: E402
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch  # noqa: E402
 
-SHARED_MEMORY = {90: 227 * 1024, 80: 99 * 1024}
-
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
@@ -43,7 +41,7 @@ def check(binary: Code, arch: int, *, stack: int = 0) -> None:
     for name in ("STL", "LDL"):
         assert len(binary.instructions(name)) <= stack // 8, "spills"
     assert 16 <= binary.registers <= 255
-    assert binary.shared <= SHARED_MEMORY[arch]
+    assert binary.shared <= SHARED_MEMORY[arch] * 1024
 
 
 def check_wide_copies(binary: Code) -> None:
@@ -53,8 +51,8 @@ def check_wide_copies(binary: Code) -> None:
 
 
 def check_counting(binary: Code) -> None:
-    """What a program has left in scratch is seen by whoever sees that it has arrived, by all of its threads: a barrier,
-    a fence, the addition, and a first-level cache that knows nothing of before."""
+    """Check the order that makes the scratch of a program visible to the last one: a barrier of its threads, a fence,
+    the addition, and an invalidated first-level cache."""
     order = re.findall(r"\b(BAR\.SYNC|MEMBAR\.\w+(?:\.\w+)*|ATOMG?\.E\.ADD|CCTL\.IVALL)\b", binary.sass)
     at = next(number for number, name in enumerate(order) if name.startswith("ATOM"))
     before, after = order[:at], order[at + 1 :]
@@ -91,7 +89,7 @@ def compile_decode(
     if dtype == torch.float32:
         return
     # Two programs fit into a multiprocessor's shared memory and registers (64 K), so that one computes as one waits.
-    assert 2 * split.shared <= SHARED_MEMORY[arch] and 2 * split.registers * 32 * tile.num_warps <= 65536
+    assert 2 * split.shared <= SHARED_MEMORY[arch] * 1024 and 2 * split.registers * 32 * tile.num_warps <= 65536
     assert split.instructions("HMMA")
     # A tile of K and of V is in flight while another is used: the wait in the loop leaves two groups outstanding.
     waits = re.findall(r"DEPBAR\.LE SB0, 0x([0-9a-f]+)", split.sass)
@@ -290,3 +288,26 @@ def test_other_devices_take_the_row_that_fits_their_shared_memory(arch: int, as_
     for head_dim in (64, 128, 256):
         found = configs.prefill_config(arch, head_dim, torch.bfloat16)
         assert found == configs.prefill_config(as_arch, head_dim, torch.bfloat16)
+
+
+def check_launches(arch: int, kernels: set[str], models: list[str]) -> None:
+    """Compile the launches of served models: 8 bytes of stack, where registers are free, are no spill."""
+    found = [each for each in record(arch, models) if not kernels or each.kernel in kernels]
+    assert len(found) >= len(kernels)
+    for variant in found:
+        code, where = compile_code(variant, arch), f"{variant.kernel}, sm_{arch}"
+        assert code.shared <= SHARED_MEMORY[arch] * 1024, where
+        assert code.stack == 0 or (code.stack <= 8 and code.registers <= 64), f"{where} spills"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "model"), [(90, "8B"), (80, "8B int8")])
+def test_attention_of_a_served_model(arch: int, model: str) -> None:
+    check_launches(arch, {"split_kernel", "prefill_kernel", "merge_kernel"}, [model])
+
+
+@pytest.mark.manual
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_launch_of_served_models(arch: int) -> None:
+    check_launches(arch, set(), list(MODELS))

@@ -1,18 +1,13 @@
-"""Compile every kernel that a served step launches, for seven architectures and without a GPU.
+"""Compile the kernels that a served step launches, for any architecture and without a GPU.
 
 The dry device records the launches: shapes of real models (two layers each), every kind of step, 8-bit caches,
-windows, softcaps, with and without graphs. Triton's own front end compiles them. `python tests/kernel_ledger.py`
-(minutes) writes tests/kernel_ledger.json and the tables of docs/develop/kernels.md; a test compares them.
+windows, softcaps, with and without graphs. Triton's own front end compiles them.
 """
 
-import hashlib
-import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -24,8 +19,7 @@ import triton
 from devices import pool_of
 from dry_device import META, dry_device
 from test_cuda_runner import MetaTensors
-from test_dry_device import LAUNCHING, Masks, counts_of, kinds_of, launches_of
-from tiny_models import model_folder
+from test_dry_device import Masks, counts_of, kinds_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -39,14 +33,12 @@ from engine.limits import Limits
 from engine.models.byte_cells import INTEGERS
 from engine.models.float8 import FLOAT8, Float8Linear, Rounding
 from engine.models.linear import AnyWeight, MakeLinear, make_linear
-from engine.models.spec import hidden_state_refusal, load_spec, spec_from_config
+from engine.models.spec import hidden_state_refusal, spec_from_config
 from engine.models.weights import build_weights
 from engine.triton_kernels import triton_kernels
 from engine.triton_kernels.round_rows import round_rows, scale_rows
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120)
-LEDGER = Path(__file__).with_suffix(".json")
-PAGE = Path(__file__).parents[1] / "docs" / "develop" / "kernels.md"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """Shared memory of a program, KB."""
@@ -92,7 +84,7 @@ FLOAT8_MODELS = {"8B fp8": False, "8B fp8 static": True}
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with everything that determines its machine code; picklable."""
+    """A kernel with everything that determines its machine code."""
 
     module: str
     kernel: str
@@ -102,38 +94,10 @@ class Variant:
     warps: int
     stages: int
 
-    @property
-    def digest(self) -> str:
-        """Identify the variant independently of the version of Triton."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
 
-
-class Binary(NamedTuple):
-    """Registers and bytes of stack of a thread, bytes of shared memory, instructions in all and in the longest loop."""
-
-    registers: int
-    stack: int
-    shared: int
-    instructions: int
-    loop: int
-
-    def __str__(self) -> str:
-        return " / ".join(map(str, self))
-
-    @property
-    def spills(self) -> bool:
-        """Return whether registers spill; the compiler may use up to 8 bytes of stack where registers are free."""
-        return self.stack > 8 or (self.stack > 0 and self.registers > 64)
-
-    def is_close(self, other: "Binary") -> bool:
-        """Return whether all counts are within a tenth and the stacks are equal."""
-        pairs = zip(self, other, strict=True)
-        return self.stack == other.stack and all(abs(a - b) <= max(2, 0.1 * max(a, b)) for a, b in pairs)
-
-
-def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]:
-    """Return the variants that steps of these models launch on this architecture, each with its models."""
-    found: dict[Variant, list[str]] = {}
+def record(arch: int, names: Iterable[str] = MODELS) -> set[Variant]:
+    """Return the variants that steps of these models launch on this architecture."""
+    found: set[Variant] = set()
     for name in names:
         config, cell_type = MODELS[name]
         if name in FLOAT8_MODELS and arch < 89:
@@ -146,7 +110,7 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
                 limits = Limits(4, 32, 128, num_units=120, block_size=16)
                 with torch.inference_mode():
                     weights = build_weights(
-                        spec, _Tensors(), _float8(FLOAT8_MODELS[name]) if name in FLOAT8_MODELS else make_linear
+                        spec, Tensors(), _float8(FLOAT8_MODELS[name]) if name in FLOAT8_MODELS else make_linear
                     )
                 offered = not hidden_state_refusal(spec) and not cell_type
                 device = CudaDevice(
@@ -157,10 +121,7 @@ def record(arch: int, names: Iterable[str] = MODELS) -> dict[Variant, list[str]]
                 runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
                 for kind in kinds_of(spec, int8=cell_type is not None):
                     counts_of(dry, runner, kind)
-            for kernel, *asked in dry.variants:
-                users = found.setdefault(_variant(kernel, *asked), [])
-                if name not in users:
-                    users.append(name)
+            found |= {_variant(kernel, *asked) for kernel, *asked in dry.variants}
     return found
 
 
@@ -181,7 +142,7 @@ def _float8(stored: bool) -> MakeLinear:
     return make
 
 
-class _Tensors(MetaTensors):
+class Tensors(MetaTensors):
     def fetch(self, _name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, device="meta", dtype=torch.bfloat16)
 
@@ -227,15 +188,6 @@ def compile_code(variant: Variant, arch: int) -> Code:
     return Code(int(registers[1]), int(registers[2]), compiled.metadata.shared, sass)
 
 
-def compile_variant(variant: Variant, arch: int) -> Binary:
-    """Compile the variant and count its machine code."""
-    code = compile_code(variant, arch)
-    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", code.sass)
-    jumps = [(int(at, 16), re.search(r"\bBRA\S*\s+(?:\S+,\s+)?`?\(?0x([0-9a-f]+)", text)) for at, text in lines]
-    loops = [(at - int(jump[1], 16)) // 16 + 1 for at, jump in jumps if jump and int(jump[1], 16) < at]
-    return Binary(code.registers, code.stack, code.shared, len(lines), max(loops, default=0))
-
-
 def launched(arch: int, function: Callable[..., object], *args: Any, **kwargs: Any) -> list[Code]:
     """Call a wrapper with meta tensors; return the machine code of its launches."""
     with dry_device(arch) as dry:
@@ -247,96 +199,3 @@ def launched(arch: int, function: Callable[..., object], *args: Any, **kwargs: A
 
 def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def measure(archs: Iterable[int] = ARCHS) -> tuple[dict[Variant, list[str]], dict[tuple[Variant, int], Binary]]:
-    """Record and compile all variants in two processes."""
-    users: dict[Variant, list[str]] = {}
-    work: list[tuple[Variant, int]] = []
-    for arch in archs:
-        for variant, names in record(arch).items():
-            users.setdefault(variant, names)
-            work.append((variant, arch))
-    with ProcessPoolExecutor(2) as pool:
-        found = list(pool.map(partial(_compile_pair), work, chunksize=4))
-    return users, dict(zip(work, found, strict=True))
-
-
-def _compile_pair(pair: tuple[Variant, int]) -> Binary:
-    return compile_variant(*pair)
-
-
-def launch_table() -> str:
-    """Return the launches of a step in order, as a Markdown table; models with the same launches share a row."""
-    rows: dict[str, list[str]] = {}
-    for name in LAUNCHING:
-        for step, tokens in (("decodes", 2), ("decodes and prompts", 20)):
-            cells = [", ".join(map(_operation, each)) for each in launches_of(name, tokens)]
-            rows.setdefault(f"{step} | {' | '.join(cells)}", []).append(load_spec(model_folder(name)).family)
-    head = ["| model | step | in a layer | outside of the layers |", "|---|---|---|---|"]
-    return "\n".join(head + [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()])
-
-
-def _operation(name: str) -> str:
-    return f"**{name.removesuffix('_kernel')}**" if name.endswith("_kernel") else name.strip("_")
-
-
-class Entry(NamedTuple):
-    """A variant in the ledger."""
-
-    kernel: str
-    warps: int
-    stages: int
-    models: list[str]
-    binaries: dict[int, Binary]
-    """By architecture; an architecture that launches another variant is absent."""
-
-
-def summary_table(ledger: Mapping[str, Entry]) -> str:
-    """Return the number of variants and the largest figures of each kernel, as a Markdown table."""
-    lines = ["| kernel | variants | registers | shared memory, KB | instructions |", "|---|---:|---:|---:|---:|"]
-    for kernel in sorted({entry.kernel for entry in ledger.values()}):
-        entries = [entry for entry in ledger.values() if entry.kernel == kernel]
-        most = [max(column) for column in zip(*(b for entry in entries for b in entry.binaries.values()), strict=True)]
-        name = kernel.removesuffix("_kernel")
-        lines.append(f"| {name} | {len(entries)} | {most[0]} | {most[2] / 1024:.0f} | {most[3]:,} |")
-    return "\n".join(lines)
-
-
-def write() -> None:
-    users, binaries = measure()
-    ledger = {
-        variant.digest: Entry(
-            variant.kernel, variant.warps, variant.stages, users[variant],
-            {arch: binaries[variant, arch] for arch in ARCHS if (variant, arch) in binaries},
-        )
-        for variant in users
-    }  # fmt: skip
-    save(triton.__version__, ledger)
-
-
-def save(version: str, ledger: Mapping[str, Entry]) -> None:
-    """Write the ledger, a variant a line, and the tables of the page."""
-    ordered = sorted(ledger.items(), key=lambda item: (item[1].kernel, item[0]))
-    lines = [f"{json.dumps(digest)}: {json.dumps(entry._asdict())}" for digest, entry in ordered]
-    LEDGER.write_text(f'{{"triton": {json.dumps(version)}, "variants": {{\n' + ",\n".join(lines) + "\n}}\n")
-    text = PAGE.read_text()
-    for name, table in (("launches", launch_table()), ("binaries", summary_table(ledger))):
-        text, found = re.subn(f"(<!-- {name} -->\n).*?(\n<!-- end -->)", rf"\g<1>{table}\g<2>", text, flags=re.DOTALL)
-        assert found == 1, f"{PAGE} has no table '{name}'"
-    PAGE.write_text(text)
-
-
-def read() -> tuple[str, dict[str, Entry]]:
-    """Return the version of Triton and the entries of the ledger by digest."""
-    saved = json.loads(LEDGER.read_text())
-    return saved["triton"], {digest: _entry(**fields) for digest, fields in saved["variants"].items()}
-
-
-def _entry(binaries: Mapping[str, list[int]], **fields: Any) -> Entry:
-    return Entry(**fields, binaries={int(arch): Binary(*counts) for arch, counts in binaries.items()})
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    write()
