@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from loadgen import ServerError
 from loadgen.plan import Plan
 from loadgen.records import Records
-from loadgen.workers import LEAD, loop_factory, merge, run_plan
+from loadgen.runner import LEAD, loop_factory, run_plan
 
 
 async def run_here(plan: Plan, begin: Callable[[float], None] = lambda _epoch: None) -> Records:
@@ -34,6 +34,20 @@ async def run_here(plan: Plan, begin: Callable[[float], None] = lambda _epoch: N
 
         records = await run_plan(replace(plan, offline_mode="none") if beside else plan, lambda _: None, epoch)
         return records if offline is None else merge([records, await asyncio.to_thread(offline.end)])
+
+
+def merge(parts: Sequence[Records]) -> Records:
+    """Return the records of all parts, ordered by time."""
+    merged = Records(
+        requests=[record for part in parts for record in part.requests],
+        jobs=[job for part in parts for job in part.jobs],
+        samples=[sample for part in parts for sample in part.samples],
+        ended_at=max(part.ended_at for part in parts),
+        interrupted=any(part.interrupted for part in parts),
+    )
+    merged.requests.sort(key=lambda record: (record.scheduled_at, record.index))
+    merged.samples.sort(key=lambda sample: sample.at)
+    return merged
 
 
 class _Apart:

@@ -25,10 +25,9 @@ from loadgen import traces
 from loadgen.arrivals import constant_rate
 from loadgen.client import Client
 from loadgen.metrics import Slo
-from loadgen.plan import Job, Windows
+from loadgen.plan import Job, Target, Windows
 from loadgen.records import RequestRecord
 from loadgen.stats import stream
-from loadgen.target import Target
 from loadgen.traces import Content, Ints, Trace
 from loadgen.workloads import fixed
 

@@ -21,9 +21,8 @@ import numpy as np
 
 from benchmarks.apart import run_here
 from loadgen.client import Client
-from loadgen.plan import Plan, TokenIds
+from loadgen.plan import Plan, Target, TokenIds
 from loadgen.records import Records, RequestRecord
-from loadgen.target import Target
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -33,10 +33,9 @@ from benchmarks.loads import poisson, slo_of
 from benchmarks.machine import describe
 from benchmarks.peers import finders
 from loadgen.arrivals import constant_rate
-from loadgen.client import Client
-from loadgen.jobs import TERMINAL, create, expect, job_lines, upload
+from loadgen.client import TERMINAL, Client, create, expect, job_lines, upload
+from loadgen.plan import Target
 from loadgen.records import RequestRecord
-from loadgen.target import Target
 
 ARMS = {name: Arm((f"--speculation={name}",)) for name in ("on", "off")}
 CHAT = "/v1/chat/completions"

@@ -1,4 +1,4 @@
-"""`tidemill bench run`: measure a server and write a run folder.
+"""`tidemill bench run`: measure a server and write a run report.
 
 Exit codes: 0 success; 1 no request succeeded or the server cannot be measured; 2 the run is INVALID or a flag is
 invalid; 130 interrupted, with results written.
@@ -9,12 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from loadgen import InputError, ServerError, assemble, flags, folder, report, terminal
-from loadgen.assemble import Setup
-from loadgen.folder import About
+from loadgen import InputError, ServerError, flags, report
+from loadgen.flags import Setup
+from loadgen.report import About, LiveLine
+from loadgen.runner import execute
 from loadgen.session import Session, prepare, warm_up
-from loadgen.terminal import LiveLine
-from loadgen.workers import execute
 
 DONE, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
 
@@ -24,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = flags.parser().parse_args(arguments)
     try:
-        return _run(args, folder.command_line(arguments))
+        return _run(args, report.command_line(arguments))
     except InputError as error:
         print(f"tidemill bench: {error}", file=sys.stderr)
         return INVALID
@@ -36,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, command: str) -> int:
-    setup = assemble.setup(args)
+    setup = flags.setup(args)
     made = setup.workload()
     setup.windows(made)
-    calibrate = assemble.needs_calibration(made)
+    calibrate = flags.needs_calibration(made)
     wait = args.ready_check_timeout_sec
     session = prepare(setup.target, args.prompt_mode, setup.ids, wait, calibrate=calibrate, say=_say)
     plan = setup.plan(made, session)
@@ -47,12 +46,12 @@ def _run(args: argparse.Namespace, command: str) -> int:
     for note in made.notes:
         _say(note)
     line = LiveLine(plan.windows.horizon, quiet=args.quiet)
-    records = execute(plan, args.workers, line.show)
+    records = execute(plan, line.show)
     line.close()
-    summary = folder.summarise(records, plan, setup.slo, _about(setup, session, command, assemble.describe(made, plan)))
-    path = args.output or folder.default_folder(args.result_dir, made.name)
-    folder.write(path, summary, records)
-    terminal.show(report.tables(summary))
+    summary = report.summarise(records, plan, setup.slo, _about(setup, session, command, flags.describe(made, plan)))
+    path = args.output or report.default_folder(args.result_dir, made.name)
+    report.write(path, summary, records)
+    report.show(report.tables(summary))
     print(f"written: {path / 'summary.json'}")
     return _verdict(summary)
 

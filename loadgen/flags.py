@@ -1,10 +1,27 @@
-"""Flags of `tidemill bench run`, named as in `vllm bench serve` where that has the same flag."""
+"""Flags of `tidemill bench run`, named as in `vllm bench serve` where that has the same flag; a workload and a plan
+from these flags. Reads files, but sends no requests."""
 
 import argparse
+import math
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from loadgen.formats import READERS
-from loadgen.workloads import WORKLOADS
+import numpy as np
+import orjson
+
+from loadgen import InputError, ServerError, workloads
+from loadgen.arrivals import Process, parse_curve
+from loadgen.metrics import Slo
+from loadgen.plan import Plan, Target, TokenIds, Windows, window_seconds
+from loadgen.traces import READERS, Trace, read
+from loadgen.workloads import WORKLOADS, Options, Workload
+
+if TYPE_CHECKING:
+    from loadgen.session import Session
 
 
 def parser() -> argparse.ArgumentParser:
@@ -95,7 +112,6 @@ def _online(command: argparse.ArgumentParser) -> None:
         metavar="NAME:MS",
         help="SLO, ms, e.g. ttft:500 tbt_p99:100 (also tpot, e2e)",
     )
-    group.add_argument("--workers", type=int, default=1, help="client processes")
 
 
 def add_arrivals(group: argparse._ArgumentGroup, *more: str) -> None:
@@ -154,3 +170,206 @@ def _output(command: argparse.ArgumentParser) -> None:
     group.add_argument("--label", default="", help="label in the summary")
     group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="metadata in the summary")
     group.add_argument("--disable-tqdm", "--quiet", dest="quiet", action="store_true", help="no progress line")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The parsed flags, from which every run of a sweep is made."""
+
+    args: argparse.Namespace
+    target: Target
+    options: Options
+    ids: TokenIds
+    slo: Slo
+    salt: int
+    extra_body: dict[str, Any]
+
+    def workload(self) -> Workload:
+        """Build the workload."""
+        made = workloads.build(name_of(self.args), self.options)
+        made = workloads.clipped(made, self.args.length_scale, self.args.max_model_len)
+        if self.args.only == "online":
+            made = replace(made, jobs=())
+        if self.args.only == "offline":
+            made = replace(made, online=None, closed_loop=False, horizon=self.options.duration)
+        if made.online is None and not made.jobs:
+            raise InputError("the workload has no requests of this class; set --offline-lines or leave out --only")
+        return made
+
+    def windows(self, made: Workload) -> Windows:
+        """Return the windows over a workload's schedule. Raise InputError if they leave nothing to measure."""
+        return Windows(self.args.warmup, self.args.cooldown, self.args.drain, made.horizon)
+
+    def plan(self, made: Workload, session: "Session") -> Plan:
+        """Return the plan of a run."""
+        args = self.args
+        jobs = tuple(replace(job, completion_window=args.completion_window) for job in made.jobs)
+        tier = None if args.offline_service_tier == "none" else args.offline_service_tier
+        return Plan(
+            target=session.target,
+            online=made.online,
+            closed_loop=made.closed_loop,
+            max_concurrency=args.max_concurrency,
+            jobs=jobs,
+            offline_mode=args.offline_mode if jobs else "none",
+            offline_concurrency=args.offline_concurrency,
+            offline_tier=tier,
+            wait_offline=made.wait_offline if args.wait_offline is None else args.wait_offline,
+            poll_every=args.poll_interval,
+            windows=self.windows(made),
+            source=session.source,
+            seed=args.seed,
+            salt=self.salt,
+            ignore_eos=args.ignore_eos,
+            continuous_usage=args.continuous_usage,
+            extra_body=self.extra_body,
+        )
+
+
+def setup(args: argparse.Namespace) -> Setup:
+    """Parse and check the flags of `run` and `sweep`. Raise InputError for invalid values."""
+    _check(args)
+    low, _, high = args.token_id_range.partition(":")
+    if not (low.isdigit() and high.isdigit()):
+        raise InputError(f"--token-id-range must be LOW:HIGH, not {args.token_id_range}")
+    return Setup(
+        args=args,
+        target=target(args),
+        options=options(args),
+        ids=TokenIds(int(low), int(high)),
+        slo=Slo.parse(args.goodput),
+        salt=secrets.randbits(31) if args.salt is None else args.salt,
+        extra_body=_extra_body(args.extra_body),
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    check_workload(args)
+    _check_numbers(args, ("max_concurrency", "offline_concurrency", "poll_interval", "request_timeout"))
+    _check_numbers(args, ("warmup", "cooldown", "drain", "num_warmups"), zero=True)
+    if args.max_model_len is not None and args.max_model_len < 2:
+        raise InputError("--max-model-len must be at least 2, a prompt and an output token")
+
+
+def check_workload(args: argparse.Namespace) -> None:
+    """Check the flags of the workload. Raise InputError for invalid values."""
+    _check_numbers(args, ("num_prompts", "duration", "request_rate", "length_scale"))
+    _check_numbers(args, ("random_input_len", "random_output_len"))
+    _check_numbers(args, ("random_prefix_len", "offline_lines"), zero=True)
+    if not 0 <= args.random_range_ratio < 1:
+        raise InputError("--random-range-ratio must be in [0, 1)")
+    try:
+        window_seconds(args.completion_window)
+    except ServerError as error:
+        raise InputError(str(error)) from None
+
+
+def _check_numbers(args: argparse.Namespace, names: Sequence[str], *, zero: bool = False) -> None:
+    """Raise InputError unless the given numbers are positive or, with `zero`, not negative."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not (value >= 0 if zero else value > 0):
+            raise InputError(f"--{name.replace('_', '-')} {'must not be negative' if zero else 'must be positive'}")
+
+
+def target(args: argparse.Namespace) -> Target:
+    """Return the server under test."""
+    pairs = [header.partition("=") for header in args.header]
+    if any(not equals for _, equals, _ in pairs):
+        raise InputError("--header must be NAME=VALUE")
+    base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise InputError(f"--base-url {base} must begin with http:// or https://")
+    return Target(
+        base_url=base.removesuffix("/v1"),
+        endpoint="/" + args.endpoint.lstrip("/"),
+        model=args.model,
+        api_key=os.environ.get("OPENAI_API_KEY", "") if args.api_key is None else args.api_key,
+        headers=tuple((name, value) for name, _, value in pairs),
+        timeout=args.request_timeout,
+    )
+
+
+def options(args: argparse.Namespace) -> Options:
+    """Return the options of the workload."""
+    process, cv = _process(args)
+    curve = parse_curve(args.rate_curve) if args.rate_curve else None
+    if curve is not None and args.request_rate is not None and math.isfinite(args.request_rate):
+        curve = curve.scaled(args.request_rate)
+    return Options(
+        rate=args.request_rate,
+        duration=args.duration,
+        count=args.num_prompts,
+        process=process,
+        cv=cv,
+        curve=curve,
+        seed=args.seed,
+        data=args.data_dir,
+        trace=read(args.trace, args.trace_format) if args.trace else None,
+        trace_ops=args.trace_ops,
+        rate_by=args.rate_by,
+        input_tokens=args.random_input_len,
+        output_tokens=args.random_output_len,
+        prefix_tokens=args.random_prefix_len,
+        range_ratio=args.random_range_ratio,
+        offline_lines=args.offline_lines,
+        offline_trace=read(args.offline_trace) if args.offline_trace else None,
+    )
+
+
+def _process(args: argparse.Namespace) -> tuple[Process, float]:
+    if args.cv is not None and args.burstiness is not None:
+        raise InputError("--cv and --burstiness set the same value; remove one")
+    cv = args.cv if args.cv is not None else 1.0
+    if args.burstiness is not None:
+        if not args.burstiness > 0:
+            raise InputError("--burstiness must be positive")
+        cv = 1.0 / math.sqrt(args.burstiness)
+    if not cv > 0:
+        raise InputError("--cv must be positive")
+    process: Process = args.arrival or ("poisson" if args.cv is None and args.burstiness is None else "gamma")
+    return process, cv
+
+
+def _extra_body(text: str) -> dict[str, Any]:
+    try:
+        loaded = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"--extra-body is not JSON: {error}") from None
+    if not isinstance(loaded, dict):
+        raise InputError("--extra-body must be a JSON object")
+    return loaded
+
+
+def name_of(args: argparse.Namespace, default: str = "random") -> str:
+    """Return the name of the workload."""
+    if args.workload is not None:
+        return str(args.workload)
+    return "trace" if args.trace else default
+
+
+def needs_calibration(made: Workload) -> bool:
+    """Return whether any prompt must be generated because the trace has no text for it."""
+    traces: list[Trace] = [job.lines for job in made.jobs]
+    if made.online is not None:
+        traces.append(made.online)
+    return any(not trace.content or any(not (c.text or c.messages) for c in trace.content) for trace in traces)
+
+
+def describe(made: Workload, plan: Plan) -> dict[str, Any]:
+    """Return the `workload` section of a summary."""
+    online = made.online
+    return {
+        "name": made.name,
+        "notes": list(made.notes),
+        "online_requests": len(online) if online else 0,
+        "online_input_tokens": int(online.input_tokens.sum()) if online else 0,
+        "online_output_tokens": int(online.output_tokens.sum()) if online else 0,
+        "closed_loop": made.closed_loop,
+        "jobs": [len(job.lines) for job in made.jobs],
+        "offline_mode": plan.offline_mode,
+        "offline_input_tokens": int(np.sum([job.lines.input_tokens.sum() for job in made.jobs])),
+        "offline_output_tokens": int(np.sum([job.lines.output_tokens.sum() for job in made.jobs])),
+        "windows": {"warmup": plan.windows.warmup, "cooldown": plan.windows.cooldown, "drain": plan.windows.drain},
+        "horizon": plan.windows.horizon,
+    }

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen import formats
 from loadgen.arrivals import Process, RateCurve, constant_rate, schedule
 from loadgen.stats import stream
-from loadgen.traces import Trace, build
+from loadgen.traces import Trace, build, read
 
 Ints = NDArray[np.int64]
 PERCENTS = (0.0, 5.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.9, 100.0)
@@ -69,7 +68,7 @@ def sample(lengths: Lengths, count: int, seed: int, data: Path | None, purpose: 
     random = stream(seed, "lengths", len(purpose), *purpose.encode())
     path = _file(lengths, data)
     if path is not None:
-        rows = formats.read(path)
+        rows = read(path)
         picked = rows.take(random.integers(0, len(rows), count))
         bare = build(None, picked.input_tokens, picked.output_tokens)
         estimated = " (estimates: 4 characters per token)" if rows.content and rows.content[0].text else ""
@@ -82,7 +81,7 @@ def arrivals(lengths: Lengths, seed: int, data: Path | None) -> Trace:
     """Return the data file as a trace, or a synthetic one with the same rate, burstiness and length quantiles."""
     path = _file(lengths, data)
     if path is not None:
-        return formats.read(path).noted(f"arrivals and lengths: {path.name}")
+        return read(path).noted(f"arrivals and lengths: {path.name}")
     random = stream(seed, "arrivals")
     curve, process, cv, what = _shape(lengths, random)
     span = curve.period if what else TRACE_SPAN

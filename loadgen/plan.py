@@ -1,4 +1,4 @@
-"""The plan of a run, complete before the run starts: a value that can be sent to worker processes; and its prompts.
+"""The server under test and the plan of a run, complete before the run starts: a value that another process can get.
 
 Prompts have an exact number of tokens, as token ids or as text, without the model's tokenizer. Token ids are sent to
 /v1/completions. Text consists of common words whose token counts were measured on the server (`loadgen.session`). A
@@ -6,16 +6,46 @@ prompt is a function of (seed, salt, request); a shared prefix is a function of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 
-from loadgen import InputError
+from loadgen import InputError, ServerError
 from loadgen.stats import stream
-from loadgen.target import Target
 from loadgen.traces import Content, Segment, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server under test."""
+
+    base_url: str
+    endpoint: str = "/v1/completions"  # path of online requests
+    model: str = ""
+    api_key: str = field(default="", repr=False)
+    headers: tuple[tuple[str, str], ...] = ()
+    timeout: float = 600.0  # of a request, seconds
+    silent_tokens: bool = False  # a chunk without text counts as a token event if its usage grew
+
+    @property
+    def chat(self) -> bool:
+        """Whether the endpoint is chat completions."""
+        return self.endpoint.rstrip("/").endswith("chat/completions")
+
+    def url(self, path: str) -> str:
+        """Return the URL of a path, which starts with /."""
+        return self.base_url.rstrip("/") + path
+
+
+def window_seconds(text: str) -> float:
+    """Parse a completion window such as "24h", "30m", "90s" or "7d"; return seconds. Raise ServerError if invalid."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    if text[-1:] not in units or not text[:-1].replace(".", "", 1).isdigit():
+        raise ServerError(f"invalid completion window {text!r}; use e.g. 90m, 24h or 7d")
+    return float(text[:-1]) * units[text[-1]]
+
 
 UNIQUE = -1
 """Stream id of the part of a prompt that is unique to a request."""
@@ -178,7 +208,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan of a run, or of one worker's part."""
+    """The plan of a run."""
 
     target: Target
     online: Trace | None = None  # absolute times unless `closed_loop`
@@ -198,8 +228,6 @@ class Plan:
     continuous_usage: bool = True
     extra_body: dict[str, Any] = field(default_factory=dict)
     offline_body: dict[str, Any] = field(default_factory=dict)  # additional fields of flex requests
-    worker: int = 0
-    workers: int = 1
 
     def maker(self) -> PromptMaker:
         """Return the prompt maker of this run."""
@@ -220,29 +248,10 @@ class Plan:
             options["continuous_usage_stats"] = True
         return {"stream": True, "stream_options": options}
 
-    def share(self, worker: int, workers: int) -> "Plan":
-        """Return the part of the plan for a worker process. Only worker 0 runs batch jobs."""
-        bound = self.max_concurrency
-        return replace(
-            self,
-            worker=worker,
-            workers=workers,
-            max_concurrency=None if bound is None else _part(bound, worker, workers),
-            offline_concurrency=_part(self.offline_concurrency, worker, workers),
-        )
-
-    def rows(self, count: int) -> range:
-        """Return the rows that this worker sends from a trace of `count` requests."""
-        return range(self.worker, count, self.workers)
-
     @property
     def offline_lines(self) -> int:
         """Total number of lines of all jobs."""
         return sum(len(job.lines) for job in self.jobs)
-
-
-def _part(total: int, worker: int, workers: int) -> int:
-    return total // workers + (1 if worker < total % workers else 0)
 
 
 def joined(jobs: tuple[Job, ...]) -> list[tuple[Trace, int]]:

@@ -124,13 +124,12 @@ class JobRecord:
 
 @dataclass(slots=True)
 class ClientSample:
-    """CPU time and open requests of a worker process at one moment."""
+    """CPU time and open requests of the client at one moment."""
 
     at: float
     cpu: float  # CPU seconds used so far
     online_open: int
     offline_open: int
-    worker: int = 0
 
 
 @dataclass(slots=True)

@@ -1,19 +1,107 @@
-"""Tables of a run, which `loadgen.terminal` prints, and the columns of `timeline.csv`.
+"""The report of a run: its folder (`summary.json`, `requests.jsonl.gz`, `timeline.csv`), tables and progress line.
 
 The timeline has steps of a second: arrivals, tokens per class, open requests, client CPU.
 """
 
 import csv
 import math
+import os
+import platform
+import shlex
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table as RichTable
 
-from loadgen.metrics import job_curve, token_events
-from loadgen.records import Records
+from loadgen.metrics import Slo, honesty, job_curve, run_metrics, token_events
+from loadgen.plan import Plan
+from loadgen.records import Records, save
+from loadgen.runner import Progress
+
+SCHEMA_VERSION = 1
+UNITS = "seconds, tokens, tokens/s, requests/s; shares are 0 to 1"
+SECRETS = ("--api-key", "--header")
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Description of a run in its summary."""
+
+    command: str
+    server: dict[str, Any]
+    device: str
+    workload: dict[str, Any]
+    label: str = ""
+    metadata: tuple[tuple[str, str], ...] = ()
+
+
+def summarise(found: Records, plan: Plan, slo: Slo, about: About) -> dict[str, Any]:
+    """Return the summary of a run."""
+    window = plan.windows.measured(found.ended_at if plan.windows.horizon is not None else found.last_event)
+    honest, invalid = honesty(found, window, slo, closed_loop=plan.closed_loop)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": about.command,
+        "label": about.label,
+        "metadata": dict(about.metadata),
+        "seeds": {"seed": plan.seed, "salt": plan.salt},
+        "server": about.server,
+        "device": about.device,
+        "client": {"python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count()},
+        "workload": about.workload,
+        "units": UNITS,
+        **run_metrics(found, window, slo),
+        "honesty": honest,
+        "valid": not invalid,
+        "invalid": invalid,
+        "interrupted": found.interrupted,
+    }
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return the command line with the values of SECRETS replaced by `***`."""
+    shown, hide = ["tidemill", "bench"], False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if hide or (equals and name in SECRETS):
+            argument = f"{name}=***" if equals and name in SECRETS else "***"
+        hide = argument in SECRETS
+        shown.append(argument)
+    return shlex.join(shown)
+
+
+def write(path: Path, summary: dict[str, Any], found: Records) -> None:
+    """Write the three files into `path`, which is created if missing."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "summary.json").write_bytes(to_json(summary))
+    save(found.requests, path / "requests.jsonl.gz")
+    write_timeline(timeline(found), path / "timeline.csv")
+
+
+def to_json(summary: dict[str, Any]) -> bytes:
+    """Return a summary as indented JSON."""
+    return orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+
+
+def default_folder(root: Path, name: str) -> Path:
+    """Return an unused folder name under `root`, made of the time and the workload's name."""
+    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    path, number = root / f"{stamp}-{name}", 1
+    while path.exists():
+        number += 1
+        path = root / f"{stamp}-{name}-{number}"
+    return path
+
 
 Floats = NDArray[np.float64]
 
@@ -157,14 +245,14 @@ def _histogram(times: Floats, edges: Floats, weights: Floats | None = None) -> F
 
 
 def _client(records: Records, edges: Floats, columns: dict[str, Floats]) -> None:
-    """Fill the columns of open requests, summed over workers, and of CPU, the maximum over workers."""
-    for worker in {sample.worker for sample in records.samples}:
-        own = sorted((sample for sample in records.samples if sample.worker == worker), key=lambda sample: sample.at)
-        at = np.array([sample.at for sample in own])
-        columns["online_open"] += np.interp(edges[:-1], at, [sample.online_open for sample in own]).round()
-        columns["offline_open"] += np.interp(edges[:-1], at, [sample.offline_open for sample in own]).round()
-        used = np.diff(np.interp(edges, at, [sample.cpu for sample in own])) / np.diff(edges)
-        columns["client_cpu"] = np.maximum(columns["client_cpu"], used)
+    """Fill the columns of open requests and of CPU."""
+    samples = records.samples
+    if not samples:
+        return
+    at = np.array([sample.at for sample in samples])
+    columns["online_open"] = np.interp(edges[:-1], at, [sample.online_open for sample in samples]).round()
+    columns["offline_open"] = np.interp(edges[:-1], at, [sample.offline_open for sample in samples]).round()
+    columns["client_cpu"] = np.diff(np.interp(edges, at, [sample.cpu for sample in samples])) / np.diff(edges)
 
 
 def write_timeline(columns: dict[str, Floats], path: Path) -> None:
@@ -174,3 +262,63 @@ def write_timeline(columns: dict[str, Floats], path: Path) -> None:
         writer.writerow(COLUMNS)
         rows = zip(*(columns[name] for name in COLUMNS), strict=True)
         writer.writerows([f"{value:.6g}" for value in row] for row in rows)
+
+
+PLAIN_EVERY = 5.0
+"""Interval of progress lines where the output is not a terminal, seconds."""
+
+
+class LiveLine:
+    """Progress line of a run, rewritten in place on a terminal. `show` limits its own rate; `close` ends the line."""
+
+    def __init__(self, horizon: float | None, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+        self._horizon = horizon
+        self._stream = stream or sys.stderr
+        self._terminal = self._stream.isatty()
+        self._quiet = quiet
+        self._last = float("-inf")
+        self._width = 0
+
+    def show(self, progress: Progress) -> None:
+        """Print the line if it is due."""
+        if self._quiet:
+            return
+        if self._terminal:
+            line = self.line(progress)
+            self._stream.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        elif time.monotonic() - self._last >= PLAIN_EVERY:
+            self._last = time.monotonic()
+            self._stream.write(self.line(progress) + "\n")
+        self._stream.flush()
+
+    def line(self, progress: Progress) -> str:
+        """Return the text of the line."""
+        total = f"/{self._horizon:.0f}" if self._horizon else ""
+        parts = [f"{max(0.0, progress.at):.0f}{total} s"]
+        if progress.scheduled:
+            parts.append(f"online {progress.finished}/{progress.sent} of {progress.scheduled}")
+        if progress.offline_lines:
+            parts.append(f"offline {progress.offline_finished}/{progress.offline_lines}")
+        if progress.failed:
+            parts.append(f"{progress.failed} failed")
+        return " | ".join(parts)
+
+    def close(self) -> None:
+        """End the line on a terminal."""
+        if self._terminal and not self._quiet and self._width:
+            self._stream.write("\n")
+            self._stream.flush()
+
+
+def show(tables: Iterable[Table]) -> None:
+    """Print tables. A value of None is shown as `-`."""
+    # Created at each use, because a test may have replaced the standard output.
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+    for each in tables:
+        table = RichTable(title=each.title, show_header=bool(each.columns))
+        for column in each.columns:
+            table.add_column(column, justify="right" if column else "left")
+        for row in each.rows:
+            table.add_row(*("-" if value is None else plain(value) for value in row))
+        console.print(table, markup=False)

@@ -1,11 +1,14 @@
-"""Execution of a plan: one worker's part of a run.
+"""Execution of a plan.
 
 Open loop: every request is sent at its absolute time, regardless of the server. Closed loop: a request starts when a
-slot is free. Offline work runs concurrently, as batch jobs or flex requests. Tests may replace clock and sender.
+slot is free. Offline work runs concurrently, as batch jobs or flex requests. Ctrl-C stops the
+run and keeps its records. Tests may replace clock and sender.
 """
 
 import asyncio
 import contextlib
+import gc
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -13,11 +16,9 @@ from typing import Any, Protocol
 
 import orjson
 
-from loadgen.client import Client
-from loadgen.jobs import JobRun, job_lines
-from loadgen.plan import FIRST_OFFLINE, Plan, joined
+from loadgen.client import Client, JobRun, job_lines
+from loadgen.plan import FIRST_OFFLINE, Plan, joined, window_seconds
 from loadgen.records import ClientSample, JobRecord, Records, RequestRecord
-from loadgen.target import window_seconds
 from loadgen.traces import Trace
 
 SAMPLE_EVERY = 1.0
@@ -72,20 +73,18 @@ class Progress:
 
 
 class Run:
-    """A worker's part of a run. `execute` returns the records, also after `stop`."""
+    """A run. `execute` returns the records, also after `stop`."""
 
     def __init__(self, plan: Plan, clock: Clock, client: Client | None, send: Send | None = None) -> None:
         self.plan = plan
         self.clock = clock
         self.client = client
         self.records = Records()
-        self.progress = Progress(
-            scheduled=len(plan.rows(len(plan.online))) if plan.online else 0, offline_lines=plan.offline_lines
-        )
+        self.progress = Progress(scheduled=len(plan.online) if plan.online else 0, offline_lines=plan.offline_lines)
         self._send = send or (client.send if client else None)
         self._maker = plan.maker()
         # Input files are built before the clock starts, because building one could delay a request.
-        self._files = self._job_files() if plan.offline_mode == "batch" and plan.worker == 0 else []
+        self._files = self._job_files() if plan.offline_mode == "batch" else []
         self._stop = asyncio.Event()
         self._stop_offline = asyncio.Event()
         self._open = {"online": 0, "offline": 0}
@@ -96,7 +95,7 @@ class Run:
         self._stop.set()
 
     async def execute(self) -> Records:
-        """Run the plan and return the records of this worker."""
+        """Run the plan and return the records."""
         sampler = asyncio.create_task(self._sample())
         online = asyncio.create_task(self._online())
         offline = asyncio.create_task(self._offline())
@@ -140,7 +139,7 @@ class Run:
         if self.plan.closed_loop:
             await self.clock.sleep_until(0.0)
         async with asyncio.TaskGroup() as group:
-            for row in self.plan.rows(len(trace)):
+            for row in range(len(trace)):
                 record = self._record(trace, row, row, "online")
                 body = self._encode(trace, row, row, None)
                 if self.plan.closed_loop:
@@ -200,7 +199,7 @@ class Run:
     async def _flex(self) -> None:
         """Keep a fixed number of offline requests open until the lines run out or offline work is stopped."""
         lines = joined(self.plan.jobs)
-        order = iter(self.plan.rows(len(lines)))
+        order = iter(range(len(lines)))
         await self.clock.sleep_until(0.0)
         work = asyncio.create_task(self._feed_all(lines, order))
         await _first(work, asyncio.create_task(self._stop_offline.wait()))
@@ -257,7 +256,7 @@ class Run:
 
     def _take_sample(self) -> None:
         now = self.clock.now()
-        sample = ClientSample(now, time.process_time(), self._open["online"], self._open["offline"], self.plan.worker)
+        sample = ClientSample(now, time.process_time(), self._open["online"], self._open["offline"])
         self.records.samples.append(sample)
         self.progress.at = now
         if self.records.jobs:
@@ -272,3 +271,51 @@ async def _first(*tasks: asyncio.Task[Any]) -> None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+LEAD = 0.3
+"""Delay between the end of the preparation and time 0, seconds."""
+SHOW_EVERY = 0.5
+
+Show = Callable[[Progress], None]
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return uvloop's event loop factory if it is installed, else asyncio's."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def execute(plan: Plan, show: Show) -> Records:
+    """Run the plan and return the records. `show` is called about twice per second."""
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(run_plan(plan, show, lambda: time.monotonic() + LEAD))
+
+
+async def run_plan(plan: Plan, show: Show, epoch: Callable[[], float]) -> Records:
+    """Run the plan in the running event loop. `epoch` returns time 0, a value of time.monotonic()."""
+    clock = MonotonicClock()
+    async with Client(plan.target, clock.now) as client:
+        run = Run(plan, clock, client)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, run.stop)
+        # Existing objects live until the end of the run; collecting them would only delay requests.
+        gc.collect()
+        gc.freeze()
+        clock.start(epoch())
+        reporter = asyncio.create_task(_report(run, show))
+        try:
+            return await run.execute()
+        finally:
+            reporter.cancel()
+            gc.unfreeze()
+
+
+async def _report(run: Run, show: Show) -> None:
+    while True:
+        await asyncio.sleep(SHOW_EVERY)
+        run.progress.at = run.clock.now()
+        show(run.progress)

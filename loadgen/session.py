@@ -10,11 +10,10 @@ import orjson
 
 from loadgen import ServerError
 from loadgen.client import Client, describe_server, error_message, wait_ready
-from loadgen.plan import ANCHOR, WORDS, Plan, Source, TokenIds, WordCosts, output_fields
+from loadgen.plan import ANCHOR, WORDS, Plan, Source, Target, TokenIds, WordCosts, output_fields
 from loadgen.records import RequestRecord
-from loadgen.target import Target
+from loadgen.runner import loop_factory
 from loadgen.traces import Content
-from loadgen.workers import loop_factory
 
 REPEATS = 8
 """Number of repetitions of the word in the first probe."""

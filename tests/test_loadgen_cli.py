@@ -9,9 +9,8 @@ from unittest.mock import Mock
 import pytest
 from loadgen_server import Script, serving_in_thread
 
-from loadgen import flags, folder, workers
+from loadgen import flags, report, runner
 from loadgen.cli import main
-from loadgen.records import load
 
 KEYS = [
     *(f"{name}_{key}" for name in ("ttft", "tbt") for key in ("mean", "p50", "p99")),
@@ -33,17 +32,17 @@ def summary_of(path: Path) -> dict:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs begin at once, without a collection of garbage."""
-    monkeypatch.setattr(workers, "LEAD", 0.02)
-    monkeypatch.setattr(workers, "gc", Mock())
+    monkeypatch.setattr(runner, "LEAD", 0.02)
+    monkeypatch.setattr(runner, "gc", Mock())
 
 
 @pytest.fixture
 def calm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that runs the tests may be busy: what it does to a schedule is not under test here."""
-    monkeypatch.setattr("loadgen.checks.MAX_LAG", 60.0)
-    monkeypatch.setattr("loadgen.checks.MAX_LAG_SHARE", 1e9)
-    monkeypatch.setattr("loadgen.checks.MAX_RATE_ERROR", 1e9)
-    monkeypatch.setattr("loadgen.checks.MAX_CPU", 1e9)
+    monkeypatch.setattr("loadgen.metrics.MAX_LAG", 60.0)
+    monkeypatch.setattr("loadgen.metrics.MAX_LAG_SHARE", 1e9)
+    monkeypatch.setattr("loadgen.metrics.MAX_RATE_ERROR", 1e9)
+    monkeypatch.setattr("loadgen.metrics.MAX_CPU", 1e9)
 
 
 def test_a_run_writes_its_folder(tmp_path, capsys, calm) -> None:
@@ -128,17 +127,10 @@ def test_the_warm_up_shows_what_a_server_refuses(tmp_path, capsys, calm) -> None
 
 
 def test_an_invalid_run_exits_with_2_and_still_writes(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("loadgen.checks.MAX_LAG", -1.0)
+    monkeypatch.setattr("loadgen.metrics.MAX_LAG", -1.0)
     with serving_in_thread(Script()) as url:
         assert bench(url, tmp_path / "a", "--only", "online") == 2
         assert summary_of(tmp_path / "a")["valid"] is False and "INVALID" in capsys.readouterr().err
-
-
-def test_several_worker_processes_share_one_schedule(tmp_path, calm) -> None:
-    with serving_in_thread(Script()) as url:
-        assert bench(url, tmp_path / "a", "--workers", "2", "--only", "online") == 0
-    found = load(tmp_path / "a" / "requests.jsonl.gz")
-    assert sorted(record.index for record in found) == list(range(20)) and all(record.ok for record in found)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +162,10 @@ def test_no_server_is_exit_code_1(capsys) -> None:
 
 
 def test_burstiness_is_the_shape_of_vllm() -> None:
-    from loadgen.assemble import options
-
     args = flags.parser().parse_args(["run", "--burstiness", "0.25"])
-    assert options(args).cv == 2.0 and options(args).process == "gamma"
+    assert flags.options(args).cv == 2.0 and flags.options(args).process == "gamma"
 
 
 def test_secrets_never_reach_the_command_line() -> None:
-    shown = folder.command_line(["run", "--api-key", "k1", "--header=A=k2", "--header", "B=k3", "--goodput", "ttft:5"])
+    shown = report.command_line(["run", "--api-key", "k1", "--header=A=k2", "--header", "B=k3", "--goodput", "ttft:5"])
     assert "k1" not in shown and "k2" not in shown and "k3" not in shown and shown.endswith("--goodput ttft:5")

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import heapq
 import math
-import multiprocessing
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -14,13 +13,12 @@ import orjson
 import pytest
 from loadgen_server import Script, serving
 
-from loadgen import metrics, workers
+from loadgen import metrics
 from loadgen.client import Client, StreamEvents
 from loadgen.metrics import Slo
-from loadgen.plan import FIRST_OFFLINE, Job, Plan, TokenIds, Windows
+from loadgen.plan import FIRST_OFFLINE, Job, Plan, Target, TokenIds, Windows, window_seconds
 from loadgen.records import Records, RequestRecord
-from loadgen.runner import Progress, Run
-from loadgen.target import Target, window_seconds
+from loadgen.runner import Run
 from loadgen.traces import Trace
 from loadgen.workloads import fixed
 
@@ -181,24 +179,6 @@ async def test_flex_alone_runs_to_its_last_line() -> None:
     records = await clock.drive(Run(work, clock, None, server).execute())
     assert len(records.requests) == 12 and all(record.ok for record in records.requests)
     assert all("service_tier" not in body for _, body in server.bodies)
-
-
-def test_the_progress_of_workers_is_added_up() -> None:
-    shown: list[Progress] = []
-    pipes = [multiprocessing.Pipe() for _ in range(2)]
-    for (_, theirs), progress in zip(pipes, [Progress(sent=2, finished=1), Progress(sent=3)], strict=True):
-        theirs.send(progress)
-        theirs.send(Records())
-    assert len(workers._collect([ours for ours, _ in pipes], shown.append)) == 2
-    assert shown[0] == Progress(sent=5, finished=1)
-
-
-def test_shares_of_workers_cover_every_request_once() -> None:
-    work = plan(trace_at([float(n) for n in range(11)]), max_concurrency=7, offline_concurrency=8)
-    shares = [work.share(worker, 3) for worker in range(3)]
-    assert sorted(row for share in shares for row in share.rows(11)) == list(range(11))
-    assert sum(share.max_concurrency or 0 for share in shares) == 7
-    assert sum(share.offline_concurrency for share in shares) == 8
 
 
 async def outcome_of(kind: str, limit: float = 30.0, tokens: int = 3) -> RequestRecord:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from loadgen import InputError, formats, traces
+from loadgen import InputError, traces
 from loadgen.traces import Content, Trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -38,57 +38,48 @@ TABLES = {
     "azure": (AZURE, [(0.0, 374, 44), (4.3146, 396, 109)]),
     "azure 2024": (AZURE_2024, [(0.0, 2162, 5), (0.9901, 9, 7)]),
     "burstgpt": (BURSTGPT, [(0.0, 472, 18), (40.0, 1087, 230)]),
-    "vidur": ("arrived_at,num_prefill_tokens,num_decode_tokens\n1.5,10,20\n2.5,30,4\n", [(0.0, 10, 20), (1.0, 30, 4)]),
-    "without times": ("num_prefill_tokens,num_decode_tokens,pd_ratio\n10,20,0.5\n", [(0.0, 10, 20)]),
-    "splitwise": ("arrival_timestamp,batch_size,prompt_size,token_size\n0.5,1,7,8\n0.75,1,9,10\n",
-                  [(0.0, 7, 8), (0.25, 9, 10)]),
     "native": ("arrived_at,input_tokens,output_tokens\n0,5,6\n2,7,8\n", [(0, 5, 6), (2, 7, 8)]),
     "lengths": ("input_tokens,output_tokens\n5,6\n", [(0.0, 5, 6)]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_sorted_from_zero_and_loses_failed_rows(name) -> None:
     text, rows = TABLES[name]
-    trace = formats.parse(text, "csv")
-    assert columns(trace) == rows and trace.timed == (name not in ("without times", "lengths"))
+    trace = traces.parse(text, "csv")
+    assert columns(trace) == rows and trace.timed == (name != "lengths")
     dropped = text.count("\n") - 1 - len(rows)
     assert trace.notes == ((f"{dropped} rows without prompt or answer dropped",) if dropped else ())
 
 
 def test_mooncake_has_prefix_blocks_with_a_partial_last_one() -> None:
-    trace = formats.parse(MOONCAKE, "jsonl")
+    trace = traces.parse(MOONCAKE, "jsonl")
     assert columns(trace) == [(0.0, 512, 3), (3.0, 1100, 9)]
     assert trace.content[0].segments == ((4, 512),)
     assert trace.content[1].segments == ((4, 512), (5, 512), (6, 76))
-    native = formats.parse('{"arrived_at":1,"input_tokens":600,"output_tokens":6,"hash_ids":[1,2]}\n', "jsonl")
+    native = traces.parse('{"arrived_at":1,"input_tokens":600,"output_tokens":6,"hash_ids":[1,2]}\n', "jsonl")
     assert native.content[0].segments == ((1, 512), (2, 88))
 
 
 def test_mooncake_stamps_of_three_seconds_are_spread_within_them() -> None:
     rows = [{"timestamp": 3000 * (n // 10), "input_length": n + 1, "output_length": 1} for n in range(60)]
-    trace = formats.parse("\n".join(map(json.dumps, rows)), "jsonl")
+    trace = traces.parse("\n".join(map(json.dumps, rows)), "jsonl")
     stamps = (trace.input_tokens - 1) // 10 * 3
     inside = trace.arrived_at - stamps
     assert (inside >= 0).all() and (inside < 3).all() and len(set(inside)) == 60 and "rounded to 3 s" in trace.notes[-1]
 
 
-def test_openai_batch_prompts_and_sharegpt() -> None:
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
-    body = {"model": "m", "messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "good day"}]}
-    batch = formats.parse(json.dumps(line | {"body": body | {"max_completion_tokens": 33}}), "jsonl")
-    assert batch.content[0].messages == (("system", "be"), ("user", "good day"))
-    assert int(batch.output_tokens[0]) == 33 and not batch.timed
+def test_prompts_and_sharegpt() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}]}]
-    prompts = formats.parse(
+    prompts = traces.parse(
         "\n".join(json.dumps(row) for row in [{"prompt": "x" * 40, "max_tokens": 5}, {"messages": parts}]), "jsonl"
     )
     assert prompts.content[0].text == "x" * 40 and columns(prompts)[0] == (0.0, 10, 5)
     assert prompts.content[1].messages == (("user", "in parts"),)
-    human = formats.parse(json.dumps({"task_id": "t", "prompt": "def f", "canonical_solution": "y" * 80}), "jsonl")
+    human = traces.parse(json.dumps({"task_id": "t", "prompt": "def f", "canonical_solution": "y" * 80}), "jsonl")
     assert int(human.output_tokens[0]) == 20
     talk = [{"from": "human", "value": "hello there"}, {"from": "gpt", "value": "z" * 40}]
-    shared = formats.parse(
+    shared = traces.parse(
         json.dumps([{"id": "1", "conversations": talk}, {"id": "2", "conversations": talk[:1]}]), "json"
     )
     assert len(shared) == 1 and shared.content[0].messages == (("user", "hello there"),)
@@ -100,12 +91,12 @@ def test_gzipped_files_read_the_same(tmp_path, name, text) -> None:
     plain, packed = tmp_path / name, tmp_path / f"{name}.gz"
     plain.write_text(text)
     packed.write_bytes(gzip.compress(text.encode()))
-    assert columns(formats.read(plain)) == columns(formats.read(packed))
+    assert columns(traces.read(plain)) == columns(traces.read(packed))
 
 
 def test_a_format_that_is_asked_for_names_the_column_that_is_not_there() -> None:
     with pytest.raises(InputError, match="row 1: no ContextTokens, only arrived_at, input_tokens, output_tokens"):
-        formats.parse("arrived_at,input_tokens,output_tokens\n0,3,4\n", "csv", "azure")
+        traces.parse("arrived_at,input_tokens,output_tokens\n0,3,4\n", "csv", "azure")
 
 
 PROMPT = '{"prompt": "a"}\n'
@@ -120,7 +111,6 @@ DAMAGED = [
     (PROMPT + '{"prompt": "a", "max_tokens": -1}', "jsonl", "row 2"),
     (PROMPT + '{"messages": [{"content": [3]}]}', "jsonl", "row 2"),
     (PROMPT + '{"prompt": "a", "arrived_at": "soon"}', "jsonl", "row 2"),
-    ('{"custom_id": "a", "body": 5}', "jsonl", "row 1"),
     ('{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": "abc"}', "jsonl", "row 1"),
     ('{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": ["x"]}', "jsonl", "row 1"),
     ('{"timestamp": 0, "input_length": "9e", "output_length": 5, "hash_ids": [1]}', "jsonl", "row 1"),
@@ -131,7 +121,7 @@ DAMAGED = [
 @pytest.mark.parametrize(("text", "suffix", "place"), DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_file_is_a_named_error_with_its_row(text, suffix, place) -> None:
     with pytest.raises(InputError, match=place or None):
-        formats.parse(text, suffix)
+        traces.parse(text, suffix)
 
 
 @pytest.mark.parametrize("cut", [lambda data: data[:-9], lambda data: data[:30] + bytes([data[30] ^ 255]) + data[31:]])
@@ -139,7 +129,7 @@ def test_a_damaged_archive_is_a_named_error(tmp_path, cut) -> None:
     path = tmp_path / "t.csv.gz"
     path.write_bytes(cut(gzip.compress(AZURE.encode() * 50)))
     with pytest.raises(InputError, match="cannot read"):
-        formats.read(path)
+        traces.read(path)
 
 
 lengths = st.lists(st.tuples(st.floats(0, 1000), st.integers(1, 3000), st.integers(1, 500)), min_size=2, max_size=40)
@@ -207,7 +197,7 @@ def test_scale_changes_lengths_alone(trace, inputs, outputs) -> None:
 
 
 def test_operators_compose_from_text_and_are_noted() -> None:
-    trace = formats.parse(BURSTGPT, "csv")
+    trace = traces.parse(BURSTGPT, "csv")
     done = traces.apply(trace, "stretch=0.5 ,scale=0.5:2", 0)
     assert columns(done)[:2] == [(0.0, 236, 36), (20.0, 544, 460)] and done.notes[-1] == "scale=0.5:2"
     for bad in (

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from loadgen import InputError, ServerError, lengths, workloads
 from loadgen.arrivals import parse_curve
-from loadgen.plan import ANCHOR, WORDS, Plan, PromptMaker, TokenIds, WordCosts
+from loadgen.plan import ANCHOR, WORDS, Plan, PromptMaker, Target, TokenIds, WordCosts
 from loadgen.session import word_costs
-from loadgen.target import Target
 from loadgen.traces import Content
 from loadgen.workloads import WORKLOADS, Options, build, clipped, fixed
 

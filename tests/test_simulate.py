@@ -13,10 +13,10 @@ from engine.limits import SchedulerConfig
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from loadgen import workloads
 from loadgen.plan import FIRST_OFFLINE, Job, Plan, PromptMaker, TokenIds, Windows
+from loadgen.plan import Target as Server
 from loadgen.simulation.device import measured_device, named_device, read_profile
 from loadgen.simulation.run import Metrics, requests
 from loadgen.simulation.run import simulate as simulated_run
-from loadgen.target import Target as Server
 from loadgen.traces import Content, Trace
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from engine.config import EngineConfig
+from loadgen.plan import window_seconds
 from loadgen.simulation.planner import Answer, Arm, Verdict
 from loadgen.stats import wilson
-from loadgen.target import window_seconds
 from loadgen.traces import Trace
 from predictor.features import BatchFeatures
 from predictor.promise import DEFAULT_CLASS

@@ -22,7 +22,7 @@ from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.queues import OFFLINE_POLICIES
 from engine.speculation.trace import DraftTraces, read_traces
 from gateway.config import ServerConfig
-from loadgen import InputError, assemble, flags, workloads
+from loadgen import InputError, flags, workloads
 from loadgen.plan import Windows
 from loadgen.simulation.device import Simulated, free_chat, named_device, profiled_device, read_profile, with_drafts
 from loadgen.simulation.gpu import DEVICES, MODELS
@@ -185,12 +185,12 @@ def _without_machine(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def _traffic(arguments: argparse.Namespace, seconds: float, *, planned: bool) -> Workload:
-    assemble.check_workload(arguments)
+    flags.check_workload(arguments)
     lines = arguments.offline_lines
     if planned and lines is None and arguments.offline_trace is None:
         lines = PLAN_LINES
-    options = replace(assemble.options(arguments), duration=seconds, offline_lines=lines)
-    made = workloads.build(assemble.name_of(arguments, "hygen"), options)
+    options = replace(flags.options(arguments), duration=seconds, offline_lines=lines)
+    made = workloads.build(flags.name_of(arguments, "hygen"), options)
     made = workloads.clipped(made, arguments.length_scale, None)
     jobs = tuple(replace(job, completion_window=arguments.completion_window) for job in made.jobs)
     return replace(made, jobs=() if arguments.no_offline else jobs)
