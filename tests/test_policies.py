@@ -1,17 +1,17 @@
-"""Online policies: their orders, LARRY's sign and guard, scanning past misfits, reservations, determinism."""
-
-import math
+"""Online policies: their orders, LARRY's sign and units, scanning past misfits, reservations, determinism."""
 
 import pytest
 from driver import Driver, make_request
 from integrity import check_core
 
 from engine.api import EngineRequest, RequestTimes, SamplingParams
+from engine.colocation.waits import objective_of
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.limits import SchedulerConfig
 from engine.request import Request
-from engine.scheduling.objective import StepObjective
+from engine.scheduling.objective import UNLIMITED
 from engine.scheduling.policies import (
     ONLINE_POLICIES,
     QueueContext,
@@ -21,6 +21,8 @@ from engine.scheduling.policies import (
 from engine.virtual import Arrival, VirtualDriver
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
 from loadgen.simulation.policies import SIMULATED_POLICIES, find_policy, fits_whole, shortest_remaining, shuffled
+from predictor.model import LatencyModel
+from predictor.slo import SLO
 
 BLOCK = 16
 
@@ -41,14 +43,13 @@ def names(requests: object) -> list[str]:
 
 def test_larry_takes_small_requests_first_and_the_queue_length_weighs_memory() -> None:
     queue = [waiting(0, 800, 0.0), waiting(1, 80, 0.5)]
-    here = context(now=1.0, num_waiting=20)
+    here = context(now=10.0, num_waiting=20)
     small, large = larry_score(queue[1], here, 1.0), larry_score(queue[0], here, 1.0)
     assert small > large  # with the plus sign that the paper prints the larger one would win
-    # units: (80 // 16 + 1) · 2 = 12 and (800 // 16 + 1) · 2 = 102 of 1,000
-    assert small == pytest.approx(0.5 - 20 * 0.012)
-    assert large == pytest.approx(1.0 - 20 * 0.102)
+    # blocks: 80 // 16 + 1 = 6 and 800 // 16 + 1 = 51
+    assert (small, large) == (9.5 - 20 * 6, 10.0 - 20 * 51)
     assert names(larry(queue, here)) == ["r1", "r0"]
-    assert names(larry(queue, context(now=1.0, num_waiting=2))) == ["r0", "r1"]
+    assert names(larry(queue, here, alpha=2000.0)) == ["r0", "r1"]
 
 
 def test_larry_becomes_fcfs_for_a_large_alpha() -> None:
@@ -59,21 +60,33 @@ def test_larry_becomes_fcfs_for_a_large_alpha() -> None:
     assert names(order) == [f"r{i}" for i in reversed(range(5))]
 
 
-def test_larry_time_is_in_units_of_the_objective() -> None:
-    request = waiting(0, 16, 0.0)
-    assert larry_score(request, context(now=1.0, num_waiting=0, ttft=2.0), 3.0) == pytest.approx(1.5)
-    assert larry_score(request, context(now=1.0, num_waiting=0, ttft=math.inf), 3.0) == pytest.approx(3.0)
-
-
-def test_a_request_beyond_the_objective_goes_first_and_holds_the_queue() -> None:
-    aged, young = waiting(0, 900, 0.0), waiting(1, 16, 4.5)
-    here = context(now=5.0, num_waiting=1000, ttft=1.0)
-    assert names(larry([aged, young], here)) == ["r0", "r1"]
-    policy = ONLINE_POLICIES["larry"]
-    assert policy.scans_past(young, here) and not policy.scans_past(aged, here)
-    without = context(now=5.0, num_waiting=1000)
-    assert names(larry([aged, young], without)) == ["r1", "r0"]
-    assert policy.scans_past(aged, without)
+@pytest.mark.parametrize("alpha", [1.0, 500.0])
+def test_the_served_policy_starts_requests_by_the_papers_score(alpha: float) -> None:
+    """As `tidemill serve --online-policy larry` builds it: its default SLO and maximum wait, and a latency model."""
+    served = EngineConfig(online_policy=f"larry:{alpha:g}")
+    objective = objective_of(SLO.parse(served.slo), UNLIMITED)
+    limits = {"max_queue_time": served.max_queue_time, "enable_prefix_caching": False}
+    config = SchedulerConfig(num_units=400, max_model_len=1024, block_size=BLOCK, max_num_seqs=1, **limits)  # type: ignore[arg-type]
+    runner = SimulatedRunner(SimulatedDevice.named("qwen2.5-0.5b", "a100-40gb"), noise=0.0)
+    model = LatencyModel(intercept=0.01, prefill_tokens=1e-5, decodes=1e-4, token_limit=512)
+    driver = Driver(runner, config, online_policy=served.online_policy, objective=objective, model=model)
+    queued: dict[str, tuple[float, int]] = {}
+    expected = []
+    for prompt in (380, 60, 250, 120, 30, 200, 90, 310):
+        request_id = f"{len(queued)}"
+        queued[request_id] = (driver.now, prompt // BLOCK + 1)
+        driver.add(make_request(request_id, (1,) * prompt, 3))
+        driver.now += 0.05
+    while queued:
+        now, number = driver.now, len(driver.steps)
+        assert driver.launch()
+        for new in driver.steps[number].new_requests:
+            scores = {name: alpha * (now - at) - len(queued) * blocks for name, (at, blocks) in queued.items()}
+            expected.append(max(scores, key=scores.__getitem__))
+            del queued[new.request_id]
+        driver.complete()
+    assert started(driver) == expected
+    driver.run()
 
 
 def test_srpt_orders_by_the_true_remaining_output() -> None:
@@ -129,18 +142,6 @@ def test_only_policies_that_scan_start_a_request_behind_a_misfit() -> None:
         assert started(driver) == expected, policy
         driver.run()
         assert set(driver.finals) == {"a", "large", "small"}
-
-
-def test_an_aged_misfit_is_not_scanned_past() -> None:
-    driver = simulated_driver("larry", objective=StepObjective(ttft=1e-6))
-    driver.add(make_request("a", (1,) * 300, 40))
-    driver.step()
-    driver.add(make_request("large", (1,) * 350, 4))
-    driver.now += 1.0
-    driver.add(make_request("small", (1,) * 20, 4))
-    driver.step()
-    assert started(driver) == ["a"]
-    driver.run()
 
 
 def test_no_preempt_never_preempts_where_fcfs_does() -> None:

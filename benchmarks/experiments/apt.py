@@ -15,12 +15,10 @@ from benchmarks.experiments.machine import MachineSpec, build_machine
 from benchmarks.experiments.pool import each
 from benchmarks.experiments.table import Result
 
-LARRY = "larry:0.001"
-"""The paper's α of 1, which weighs seconds against blocks, over the blocks of the pool (see the experiment `larry`)."""
 ARMS = (
     Arm("fcfs", "fcfs"),
     Arm("random", "random"),
-    Arm("larry", LARRY),
+    Arm("larry", "larry"),
     Arm("apt-kv", "apt:0"),
     Arm("apt-hybrid", "apt:0", "hidden"),
     Arm("apt-both", "apt:0", "both"),

@@ -15,15 +15,14 @@ from benchmarks.experiments.machine import MachineSpec, build_machine
 from benchmarks.experiments.pool import Replays
 from benchmarks.experiments.replay import Scenario, Setting, part_of_trace
 from benchmarks.experiments.table import Result, average, figure, gains, mean
-from engine.limits import UNITS_PER_BLOCK
+from engine.limits import UNLIMITED_QUEUE
 from loadgen import lengths
 
 PAPER_ALPHAS = (1.0, 500.0, 1000.0)
-"""α of the paper's Figure 9. It weighs seconds against cache blocks times queue length, read off its score; ours has
-neither unit, so ours is the paper's ÷ the blocks of the pool, times the TTFT objective where one is stated."""
-GUARD = 5.0
-"""TTFT objective in seconds of the run with the age guard: a request that has waited for longer runs first, by
-arrival."""
+"""α of the paper's Figure 9."""
+SERVED_TTFT, SERVED_TBT = 1.0, 0.1
+"""Objectives in seconds of the arm "served": `tidemill serve --online-policy larry --max-queue-time none` with the
+default SLO. With a maximum wait a server refuses requests in an overload and starts the oldest ones first."""
 SOURCES = {"chat": lengths.AZURE_CONV, "code": lengths.AZURE_CODE}
 
 MACHINE = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=256, max_model_len=8192)
@@ -58,19 +57,17 @@ class Arm:
         return " ".join([self.policy, *(f"{key} {value:g}" for key, value in self.described)])
 
 
-def arms(blocks: int) -> list[Arm]:
-    """All policies, LARRY with each α of the paper and once with its age guard. `blocks`: of the cache pool."""
+def arms() -> list[Arm]:
+    """Return all policies, LARRY with each α of the paper and once as a server runs it."""
     made = [
         Arm("fcfs", Setting(online_policy="fcfs")),
         Arm("no-preempt", Setting(online_policy="no-preempt")),
         Arm("random", Setting(online_policy="random")),
         Arm("trail+", Setting(online_policy="srpt-oracle")),
     ]
-    scaled = [(alpha, Setting(online_policy=f"larry:{alpha / blocks:.3g}")) for alpha in PAPER_ALPHAS]
-    made += [Arm("larry", setting, (("alpha", alpha),)) for alpha, setting in scaled]
-    guarded = Setting(online_policy=f"larry:{GUARD * PAPER_ALPHAS[0] / blocks:.3g}", ttft=GUARD)
-    made.append(Arm("larry", guarded, (("alpha", PAPER_ALPHAS[0]), ("age_guard", GUARD))))
-    return made
+    made += [Arm("larry", Setting(online_policy=f"larry:{a:g}"), (("alpha", a),)) for a in PAPER_ALPHAS]
+    served = Setting(online_policy="larry", ttft=SERVED_TTFT, tbt=SERVED_TBT, max_queue_time=UNLIMITED_QUEUE)
+    return [*made, Arm("larry", served, (("alpha", PAPER_ALPHAS[0]), ("served_ttft", SERVED_TTFT)))]
 
 
 def scenario(config: Config, data: Path | None, workload: str, rate: float, seed: int) -> Scenario:
@@ -83,7 +80,7 @@ def scenario(config: Config, data: Path | None, workload: str, rate: float, seed
 def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
     """All rows of one seed."""
     machine = build_machine(config.machine, seed)
-    compared = arms(machine.config.num_units // UNITS_PER_BLOCK)
+    compared = arms()
     points = [(name, factor, factor * rate) for name, rate in config.rates for factor in config.factors]
     cases = {f"{name}@{factor:g}": scenario(config, data, name, rate, seed) for name, factor, rate in points}
     results = []
@@ -99,7 +96,7 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Ca
 
 
 def _arm_of(result: Result) -> str:
-    described = [(key, result.setting[key]) for key in ("alpha", "age_guard") if key in result.setting]
+    described = [(key, result.setting[key]) for key in ("alpha", "served_ttft") if key in result.setting]
     return Arm(result.policy, Setting(), tuple(described)).name
 
 
@@ -135,7 +132,13 @@ def figures(results: Sequence[Result]) -> dict[str, str]:
     for workload in dict.fromkeys(r.setting["workload"] for r in results):
         for key in ("ttft_p50", "ttft_p95"):
             series = []
-            for arm in ("fcfs", "trail+", "larry alpha 1", "larry alpha 1000", f"larry alpha 1 age_guard {GUARD:g}"):
+            for arm in (
+                "fcfs",
+                "trail+",
+                "larry alpha 1",
+                "larry alpha 1000",
+                f"larry alpha 1 served_ttft {SERVED_TTFT:g}",
+            ):
                 mine = [r for r in results if (_arm_of(r), r.setting["workload"]) == (arm, workload)]
                 factors = sorted({r.setting["factor"] for r in mine})
                 values = [mean([r for r in mine if r.setting["factor"] == factor], key) for factor in factors]

@@ -6,12 +6,13 @@ carry the names of the load generator's reports; times in seconds, throughput in
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 from benchmarks.experiments.machine import Machine
 from engine.api import EngineRequest, RequestClass
 from engine.core import EngineCore
+from engine.limits import DEFAULT_QUEUE
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.virtual import Arrival, VirtualDriver
@@ -52,7 +53,7 @@ class Setting:
 
     `profile`: the latency model, "" for the machine's own or a name in `Machine.profiles`.
     `offline_policy`: the order of waiting offline requests, "" for `psm` where prefixes are cached and else `fcfs`.
-    `ttft`, `tbt`: absolute objectives in seconds; a finite `ttft` makes LARRY's age guard active.
+    `ttft`, `tbt`: absolute objectives in seconds; a finite `ttft` also bounds the wait (`--max-queue-time`).
     """
 
     budget: BudgetParams = ONLINE_ONLY
@@ -62,6 +63,7 @@ class Setting:
     offline_policy: str = ""
     ttft: float = math.inf
     tbt: float = math.inf
+    max_queue_time: str = DEFAULT_QUEUE
 
 
 def replay(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> Metrics:
@@ -139,7 +141,7 @@ def make_core(machine: Machine, scenario: Scenario, setting: Setting) -> EngineC
     policy = setting.offline_policy or ("psm" if machine.spec.prefix_caching else "fcfs")
     objective = StepObjective(setting.ttft, setting.tbt, budget=setting.budget)
     return EngineCore(
-        machine.config,
+        replace(machine.config, max_queue_time=setting.max_queue_time),
         online_policy=find_policy(setting.online_policy),
         offline_policy=policy,
         model=model,

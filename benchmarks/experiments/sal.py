@@ -20,7 +20,6 @@ from benchmarks.experiments.table import Result, average, gains, mean, ratios
 from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
 from benchmarks.simulated_fleet.routers import ROUTERS as ALL_ROUTERS
 from engine.core import EngineCore
-from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
 from engine.scheduling.report import report_stats
@@ -115,10 +114,8 @@ def servers_of(task: Task) -> list[Server]:
     objective = StepObjective(ttft=config.ttft) if task.policy != "larry" else StepObjective()
     for number, device in enumerate(task.fleet.devices):
         machine = machine_of(config.machine, device, task.seed)
-        # LARRY's own alpha, in our units (see the experiment larry).
-        blocks = machine.config.num_units // UNITS_PER_BLOCK
-        policy = f"larry:{1.0 / blocks:.3g}" if task.policy == "larry" else task.policy
-        core = EngineCore(machine.config, online_policy=find_policy(policy), offline_policy="fcfs", objective=objective)
+        policy = find_policy(task.policy)
+        core = EngineCore(machine.config, online_policy=policy, offline_policy="fcfs", objective=objective)
         runner = OneByOne(machine.runner(1000 * task.seed + number))
         found.append(Server(number, core, runner, step_seconds(machine)))
     return found

@@ -94,7 +94,7 @@ def test_an_experiment_writes_its_table_and_figures(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(experiments.EXPERIMENTS, "larry", spec._replace(config=tiny))
     assert experiments.main(["larry", "--seeds", "2", "--workers", "1", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "table.json").read_text())
-    assert {row["seed"] for row in rows} == {0, 1} and len(rows) == 2 * len(larry.arms(1))
+    assert {row["seed"] for row in rows} == {0, 1} and len(rows) == 2 * len(larry.arms())
     assert (tmp_path / "larry-code-p50.svg").exists()
     for wrong in (["hygen", "--traces", "no/such/folder"], ["hybridserve", "--window", "5"], ["larry", "--seeds", "0"]):
         assert experiments.main(wrong) == 2

@@ -5,9 +5,9 @@ weight of a request that has missed its SLO, see `engine.scheduling.selection`.
 
 - `fcfs`: by arrival; the first request that does not fit stops admission;
 - `larry` (LARRY §4): by `α · waiting time − queue length · memory`, highest first; a request that does not fit is
-  skipped. The paper prints a plus before the memory term, but its text and its results need the minus. Memory is a
-  fraction of the pool, and time is in units of the TTFT objective, so α has no dimension. A request that has waited
-  longer than the objective goes first;
+  skipped. Time is in seconds and memory in cache blocks, as in the paper. The paper prints a plus before the memory
+  term, but its text and its results need the minus. `--max-queue-time` bounds the wait, as for every policy that
+  reorders: in a lasting overload the oldest requests then start first. `none` gives the published policy;
 - `apt` (Apt-Serve §4): by arrival while memory lasts; then a knapsack over pending times chooses the requests to start,
   and those to run from hidden state if the model supports it;
 - `goodput` (ours): the same knapsack with one point for each request that can still meet the SLO;
@@ -31,7 +31,7 @@ from engine.errors import ConfigError
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.fair_share import by_tenant
-from engine.scheduling.selection import DEFAULT_TTFT, Pressure, select_apt, select_goodput
+from engine.scheduling.selection import Pressure, select_apt, select_goodput
 from engine.scheduling.state import FCFS, OnlinePolicy, SchedulerState
 from engine.scheduling.urgency import freed_units, owes
 from engine.scheduling.waiting import QueueContext, Start, fcfs
@@ -42,27 +42,13 @@ Choose = Callable[[Sequence[Request], Pressure], list[Start]]
 
 
 def larry_score(request: Request, context: QueueContext, alpha: float) -> float:
-    """Return LARRY's score, higher is better: α · waiting time ÷ TTFT objective − queue length · share of the pool."""
-    memory = context.units(len(request.token_ids)) / context.num_units
-    unit = context.ttft if math.isfinite(context.ttft) and context.ttft > 0.0 else DEFAULT_TTFT
-    return alpha * (context.now - request.times.arrival) / unit - context.num_waiting * memory
+    """Return LARRY's score, higher is better: α · waiting time in seconds − queue length · blocks (Equation 1)."""
+    return alpha * (context.now - request.times.arrival) - context.num_waiting * context.blocks(len(request.token_ids))
 
 
 def larry(waiting: Sequence[Request], context: QueueContext, *, alpha: float = DEFAULT_ALPHA) -> Sequence[Request]:
-    """Order aged requests by arrival, then the others by score; equal scores keep arrival order."""
-    if len(waiting) == 1:
-        return waiting
-    scored = [
-        ((0, 0.0) if context.is_aged(request) else (1, -larry_score(request, context, alpha)), index)
-        for index, request in enumerate(waiting)
-    ]
-    scored.sort()
-    return [waiting[index] for _, index in scored]
-
-
-def _is_young(request: Request, context: QueueContext) -> bool:
-    # An aged request that does not fit blocks the queue; if it could be skipped, it might never start.
-    return not context.is_aged(request)
+    """Order requests by score; equal scores keep arrival order."""
+    return sorted(waiting, key=lambda request: -larry_score(request, context, alpha))
 
 
 def choose_starts(select: Choose, state: SchedulerState, now: float) -> list[Start] | None:
@@ -181,7 +167,7 @@ def _by_knapsack(select: Choose, *, late_last: bool = False) -> OnlinePolicy:
 
 ONLINE_POLICIES: dict[str, OnlinePolicy] = {
     "fcfs": FCFS,
-    "larry": OnlinePolicy(larry, scans_past=_is_young),
+    "larry": OnlinePolicy(larry, scans_past=True),
     "apt": _by_knapsack(select_apt),
     "goodput": _by_knapsack(select_goodput),
     "goodput-strict": _by_knapsack(partial(select_goodput, tail=0.0), late_last=True),

@@ -115,10 +115,6 @@ def _always(_request: Request, _context: QueueContext) -> bool:
     return True
 
 
-def _never(_request: Request, _context: QueueContext) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class OnlinePolicy:
     """One online policy.
@@ -135,7 +131,7 @@ class OnlinePolicy:
 
     order: Order
     admits: Callable[[Request, QueueContext], bool] = _always
-    scans_past: Callable[[Request, QueueContext], bool] = _never
+    scans_past: bool = False
     select: Select | None = None
     late_last: bool = False
     by_laxity: bool = False

@@ -238,7 +238,7 @@ class PromptFill:
         if policy.admits(request, context) and self._admit(request, CacheKind.KV):
             return True
         # With several tenants none is skipped: requests of another tenant would take the room again and again.
-        passes = policy.scans_past(request, context) and not self._state.online_share.is_contested
+        passes = policy.scans_past and not self._state.online_share.is_contested
         return passes and bool(self._state.free_rows)
 
     def _admit(self, request: Request, kind: CacheKind) -> bool:
@@ -289,7 +289,6 @@ def _queue_context(state: SchedulerState, now: float) -> QueueContext:
         running=state.running[RequestClass.ONLINE],
         num_units=state.pool.num_units,
         block_size=state.config.block_size,
-        ttft=state.objective.ttft,
         seed=state.config.seed,
         most_blocks=state.config.most_blocks,
     )

@@ -5,7 +5,6 @@ Requests that have run before change while they wait (a last token may arrive, p
 are read one by one.
 """
 
-import math
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -134,7 +133,6 @@ class QueueContext:
     Attributes:
         running: Online requests with a row, read-only.
         num_units: Units of the device pool.
-        ttft: TTFT objective in seconds; infinite without one.
     """
 
     now: float
@@ -142,17 +140,16 @@ class QueueContext:
     running: Sequence[Request]
     num_units: int
     block_size: int
-    ttft: float = math.inf
     seed: int = 0
     most_blocks: int = sys.maxsize
 
     def units(self, tokens: int) -> int:
         """Return the cache units for `tokens` tokens and the next one."""
-        return min(tokens // self.block_size + 1, self.most_blocks) * UNITS_PER_BLOCK
+        return self.blocks(tokens) * UNITS_PER_BLOCK
 
-    def is_aged(self, request: Request) -> bool:
-        """Return whether the request has waited longer than the TTFT objective."""
-        return self.now - request.times.arrival > self.ttft
+    def blocks(self, tokens: int) -> int:
+        """Return the cache blocks for `tokens` tokens and the next one."""
+        return min(tokens // self.block_size + 1, self.most_blocks)
 
 
 class Start(NamedTuple):
