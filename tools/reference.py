@@ -109,7 +109,10 @@ def _default(flag: Flag) -> str:
 
 
 def api_page() -> str:
-    parts = ["Fields of the bodies. Any other name is a 400 `unknown_parameter`.\n"]
+    parts = [
+        "Fields of the bodies. Any other name is a 400 `unknown_parameter`. Whole numbers have 32 bits unless a field "
+        "states other limits.\n"
+    ]
     first: dict[int, str] = {}
     for number, post in enumerate(POSTS):
         known = next((other for other in POSTS[:number] if issubclass(post.body, other.body)), None)
@@ -120,8 +123,8 @@ def api_page() -> str:
             continue
         inert, unsupported = post.unhonoured.inert, post.unhonoured.unsupported
         fields = post.body.model_fields.items()
-        rows = [(f"`{name}`", _kind(field.annotation), _limits(field)) for name, field in fields]
-        parts.append(f"## POST {post.path}\n\n" + table(("field", "type", "limits"), rows))
+        rows = [(f"`{name}`", f"{_kind(field.annotation)}{_limits(field)}") for name, field in fields]
+        parts.append(f"## POST {post.path}\n\n" + table(("field", "value"), rows))
         if (earlier := first.setdefault(id(post.unhonoured), post.path)) != post.path:
             parts.append(f"Without effect or refused: the fields of `POST {earlier}`.\n")
             continue
@@ -154,18 +157,22 @@ def _kind(annotation: Any) -> str:
 
 def _limits(field: Any) -> str:
     words = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥", "max_length": "length ≤"}
-    found = [f"{words[k]} {v:,}" for m in field.metadata for k in words if (v := getattr(m, k, None)) is not None]
-    return ", ".join(found + (["required"] if field.is_required() else []))
+    given = [(words[k], v) for m in field.metadata for k in words if (v := getattr(m, k, None)) is not None]
+    found = [f"{word} {value:,}" for word, value in given if value != 2**31 - 1]
+    return "".join(f", {each}" for each in found + (["required"] if field.is_required() else []))
 
 
 def metrics_page() -> str:
-    rows = [(f"`{name}`", kind, ", ".join(labels), text) for name, kind, labels, text in registry_families()]
+    rows = []
+    for name, kind, labels, text in registry_families():
+        shown = name + "_total" * (kind == "counter") + (f"{{{','.join(labels)}}}" if labels else "")
+        rows.append((f"`{shown}`" + " (histogram)" * (kind == "histogram"), text))
     ours = [row for row in rows if row[0].startswith("`tidemill")]
     theirs = [row for row in rows if row[0].startswith("`vllm")]
-    titles = ("name", "type", "labels", "what it shows")
+    titles = ("name", "what it shows")
     return page(
         "Metrics",
-        "`GET /metrics`, Prometheus text. Counters appear with `_total`. `class` is `online` or `offline`.\n",
+        "`GET /metrics`, Prometheus text. Names in `_total` are counters. `class` is `online` or `offline`.\n",
         table(titles, ours),
         "\n## Names as vLLM has them\n\nThey count online work alone, for dashboards and autoscalers made for vLLM.\n",
         table(titles, theirs),
