@@ -79,9 +79,6 @@ class EngineConfig:
         "NAME=PATH of a LoRA adapter stored by peft; requests select it as model NAME or MODEL:NAME; repeat for "
         "several",
     )
-    tensor_parallel_size: int = _flag(
-        1, "ranks that share each layer: processes of one engine, each on a GPU or on a part of the cores"
-    )
     max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
     num_gpu_blocks_override: int | None = _flag(None, "size of the cache in blocks of KV, also on a CPU")
     gpu_memory_utilization: float = _flag(0.9, "share of the device's memory for weights and cache")
@@ -137,7 +134,7 @@ class EngineConfig:
         ):
             _check_utf8(name, path or "")
         require_positive(self, "max_num_seqs", "max_num_batched_tokens")
-        require_positive(self, "max_model_len", "num_gpu_blocks_override", "threads", "tensor_parallel_size")
+        require_positive(self, "max_model_len", "num_gpu_blocks_override", "threads")
         if (self.threads or 0) > MAX_THREADS:
             raise ConfigError(f"--threads must be at most {MAX_THREADS}, not {self.threads}")
         QueueTime.parse(self.max_queue_time)

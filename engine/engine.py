@@ -56,7 +56,6 @@ from engine.scheduling.step import may_run_ahead
 from engine.stream import RequestStream
 
 if TYPE_CHECKING:  # the engine runs without the grammar compiler, the flight recorder and torch
-    from engine.execution.ranks.leader import Leader
     from engine.flight import FlightRecorder
     from engine.structured.ready import Grammars
 
@@ -109,10 +108,8 @@ class Engine:
         colocation: Colocation | None = None,
         tuner: BudgetTuner | None = None,
         grammars: "Grammars | None" = None,
-        ranks: "Leader | None" = None,
     ) -> None:
         self.info = info
-        self._ranks = ranks
         self.core = core
         self.moves = Moves(core.state, core.recovery)
         self.runner = runner
@@ -168,13 +165,6 @@ class Engine:
     async def start(self) -> None:
         """Start the loop and run a warm-up request. Raise the request's error if it fails."""
         self._loop_task = asyncio.create_task(self._run(), name="tidemill-engine")
-        if self._ranks is not None:
-            loop = asyncio.get_running_loop()
-
-            def lost(why: str) -> None:  # called in another thread
-                loop.call_soon_threadsafe(self._give_up, "device", f"the device is lost: {why}")
-
-            self._ranks.watch(lost)
         self._planner.start()
         self._watchdog.start()
         length = min(8, self.info.max_model_len - 2)
@@ -193,7 +183,6 @@ class Engine:
         """Refuse new requests, abort the open ones, and stop the loop."""
         self._stopping = True
         if self._loop_task is None:
-            await self._end_ranks()
             return
         for request_id in list(self._streams):
             self.abort(request_id)
@@ -212,11 +201,6 @@ class Engine:
             await self._grammars.stop()
         self._executor.shutdown(wait=False)
         self._waiter.shutdown(wait=False)
-        await self._end_ranks()
-
-    async def _end_ranks(self) -> None:
-        if self._ranks is not None:
-            await asyncio.to_thread(self._ranks.close)
 
     def _check_accepting(self) -> None:
         state = self.state
@@ -563,7 +547,7 @@ class Engine:
         self._wake_up()
 
     def _read_activity(self) -> Activity | None:
-        return read_activity([os.getpid(), *(() if self._ranks is None else self._ranks.pids)])
+        return read_activity([os.getpid()])
 
     def _on_hung(self, limit: float) -> None:
         self._give_up("hung", f"a model step has made no progress for {limit:.1f} s")

@@ -74,11 +74,11 @@ def after_all(config: EngineConfig, environment: MutableMapping[str, str]) -> st
 
 
 def num_threads(config: EngineConfig, environment: MutableMapping[str, str]) -> int:
-    """Return the number of threads per rank: --threads, OMP_NUM_THREADS, or one per core."""
+    """Return the number of threads: --threads, OMP_NUM_THREADS, or one per core."""
     if config.threads is not None:
         return config.threads
     asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(asked) if asked.isdigit() else max(1, read_processor().cores // config.tensor_parallel_size)
+    return int(asked) if asked.isdigit() else max(1, read_processor().cores)
 
 
 def announce(config: EngineConfig, say: Callable[[str], None]) -> None:

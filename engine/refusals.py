@@ -52,7 +52,6 @@ STREAMING = Feature("--offload-weights", ("offload_weights",), lambda size: size
 TRANSFORMERS = Feature("--model-impl transformers", ("model_impl",), lambda name: name == "transformers")
 SWAP_SPACE = Feature("--swap-space", ("swap_space",), bool)
 DROP = Feature("--overload drop", ("overload",), lambda way: way == "drop")
-RANKS = Feature("--tensor-parallel-size", ("tensor_parallel_size",), lambda ranks: ranks > 1)
 ONE_ENGINE = Feature("--engines 1", ("engines",), lambda engines: engines == 1)
 RAY = Feature("--ray", ("ray",), bool)
 STEP_TOKENS = Feature("--max-num-batched-tokens", ("max_num_batched_tokens",), lambda tokens: tokens is not None)
@@ -88,11 +87,6 @@ REFUSALS = (
     ),
     RefusedCombination(
         DROP, (ONE_ENGINE,), "--overload drop makes one pipeline of two engines, not of {}; set --engines 2"
-    ),
-    RefusedCombination(
-        RANKS,
-        (HIDDEN_CACHE, ADAPTERS, DROP, STREAMING, TRANSFORMERS, RAY),
-        "--tensor-parallel-size cannot be combined with {}: ranks cannot divide its data; remove one of them",
     ),
     RefusedCombination(
         FLOAT8,

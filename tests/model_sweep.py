@@ -48,8 +48,7 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
 - **CPU**: native kernels compute linear layers, the experts of mixtures and attention; all else runs as modules.
 - **GPU**: attention uses the Triton kernels if heads have 16 to 256 elements in multiples of 16 bytes, without CUDA
   graphs. Native layers with CUDA graphs run `qwen3_moe`, `mixtral` and (not tried on a device yet) `gpt_oss` in
-  bfloat16, unless `--lora`, `--quantization`, `--offload-weights`, `--tensor-parallel-size` or `--overload` is
-  set.
+  bfloat16, unless `--lora`, `--quantization`, `--offload-weights` or `--overload` is set.
 - **Cache**: `--kv-cache-dtype int8` is refused. If keys and values have different widths (DeepSeek-V2/V3), cells
   have the larger one.
 - **Raw prompts** (`/v1/completions`, `/v1/embeddings`) get the special tokens that tokenizer.json adds.

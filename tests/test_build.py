@@ -344,7 +344,6 @@ def test_a_large_gpu_takes_wide_steps_and_host_memory(monkeypatch: pytest.Monkey
         ("auto", {"device": "cuda"}, False),
         ("on", {"device": "cuda"}, True),
         ("off", {}, False),
-        ("on", {"ranks": 2}, True),
         ("on", {"droppable": True}, False),
     ],
 )

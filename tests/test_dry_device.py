@@ -1,11 +1,9 @@
 """Every family and every kind of step on a device that runs nothing: no step waits for it, or for the compiler."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ import torch
 from devices import pool_of
 from dry_device import META, DryDevice, WouldCompileError, WouldWaitError, dry_device
 from test_cuda_runner import MetaTensors
-from test_sharding import INDIVISIBLE
 from tiny_models import FAMILY_CASES, model_folder
 
 from engine.api import SamplingParams
@@ -28,17 +25,14 @@ from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.kernel_check import with_twins
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.sampling import Sampling
-from engine.execution.layout import RankStep, chunk_array, decodes_first
+from engine.execution.layout import chunk_array, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
-from engine.execution.ranks.group import Follower
-from engine.execution.ranks.messages import decode_step, encode
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.forms import Grammar
 from engine.limits import Limits
 from engine.models.attention import PLAIN, Manner
 from engine.models.lora import Delta, Site
-from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec, hidden_state_refusal, load_spec
 from engine.models.weights import build_weights
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, ReplacedEntry, SchedulerOutput
@@ -92,20 +86,18 @@ def make_runner(
     *,
     graphs: bool = True,
     tokens: int = 32,
-    shard: Shard | None = None,
     adapted: bool = False,
     host_units: int = 8,
     kernels: Kernels | None = None,
 ) -> Runner[CudaDevice]:
-    """`shard`: of this rank. `adapted`: under LoRA adapters."""
+    """`adapted`: under LoRA adapters."""
     limits = Limits(4, tokens, 64, num_units=60, block_size=BLOCK)
-    scratch = 0 if shard or hidden_state_refusal(spec) else 12
+    scratch = 0 if hidden_state_refusal(spec) else 12
     with torch.inference_mode():
-        weights = build_weights(spec, MetaTensors(), shard=shard)
-    part = spec if shard is None else shard.spec_of(spec)
+        weights = build_weights(spec, MetaTensors())
     runner = Runner(
         CudaDevice(
-            part, weights, kernels or triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch,
+            spec, weights, kernels or triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch,
             host_units=host_units, adapted=adapted,
         )
     )  # fmt: skip
@@ -237,116 +229,6 @@ def test_a_repeated_step_uploads_the_changed_blocks_only() -> None:
             runner.launch(step)
             sizes.append(dry.counts["numbers of uploads"])
         assert sizes[2:4] == [4, 4 + 2 * 2 * len(runner.device.tables.tables)] and min(sizes[4:]) > 100
-
-
-def shard_of(dry: DryDevice, rank: int) -> Shard:
-    """One of two; its additions and gathers are counted."""
-
-    def take(what: str, part: torch.Tensor) -> torch.Tensor:
-        assert part.is_meta and part.is_contiguous(), "no tensor of the device that a collective takes"
-        dry.counts[what] += 1
-        return part
-
-    def gather(part: torch.Tensor) -> torch.Tensor:
-        return take("gathers", part).new_empty((len(part), 2 * part.shape[1]))
-
-    return Shard(rank, 2, lambda part: take("sums", part), gather)
-
-
-class FollowerHere:
-    """See Leader: the second rank, which hears what a process would, and runs its part first."""
-
-    pids: ClassVar[list[int]] = []
-
-    def __init__(self, dry: DryDevice, device: CudaDevice) -> None:
-        self._dry, self._follower = dry, Follower(device)
-        self.counts: list[Counter[str]] = []
-
-    def begin(self, output: SchedulerOutput, rows: RowTable) -> None:
-        dry, counts = self._dry, self._dry.counts
-        dry.counts = Counter()
-        self._follower.run(decode_step(encode(RankStep.of(output, rows))))
-        self.counts.append(dry.counts)
-        dry.counts = counts
-
-    def end(self) -> None: ...
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-@pytest.mark.parametrize("name", [name for name in FAMILY_CASES if name not in INDIVISIBLE])
-def test_no_step_of_a_rank_waits_for_the_device_or_the_compiler(name: str, graphs: bool) -> None:
-    """Nor does that of one that follows. Sums are in the graphs: two a layer, and the logits gathered where the head
-    is divided."""
-    spec = replace(load_spec(model_folder(name)), vocab_size=98)
-    with dry_device() as dry:
-        shared: list[torch.Tensor] = []
-        runners = [make_runner(spec, graphs=graphs, shard=shard_of(dry, rank)) for rank in range(2)]
-        forwards = dry.counts["gathers"]
-        assert dry.counts["sums"] == 2 * spec.num_layers * forwards and forwards > 0
-        for each in runners:
-            assert each.device.num_graphs == (each.device.num_shapes if graphs else 0)
-            each.device.join(shared.append)
-        runner, (_, other) = runners[0], runners
-        runner.ranks = follower = FollowerHere(dry, other.device)  # type: ignore[assignment]
-        dry.sealed = True
-        for kind in kinds_of(spec, int8=True):
-            counts = counts_of(dry, runner, kind)
-            theirs = follower.counts[-len(counts) :]
-            for each in (*counts, *theirs):
-                assert each["graphs"] == int(graphs) and not each["blocking"]
-            if kind == "greedy":
-                assert [each[2]["numbers of uploads"] for each in (counts, theirs)] == [4, 4], "a repeated step"
-            for each in (*counts, *theirs):
-                assert each["sums"] == (0 if graphs else 2 * spec.num_layers)
-                assert each["gathers"] == (0 if graphs else 1)
-        assert len(shared) == 2 * len(follower.counts) and all(each.is_meta for each in shared)
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-def test_a_rank_that_cannot_capture_a_graph_does_not_start(
-    error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL hangs if one rank captures a collective call and another does not."""
-
-    @contextmanager
-    def graph(*_: Any, **__: Any) -> Iterator[None]:
-        yield
-        raise error("no room")
-
-    with dry_device(), monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "graph", graph)
-        with pytest.raises(RuntimeError, match="--kernels no-graphs: no room"):
-            make_runner(load_spec(model_folder("llama-gqa2")), shard=Shard(0, 2, lambda _part: None))
-
-
-def test_a_following_rank_runs_a_step_as_the_first_rank_does() -> None:
-    """An embedding request runs without a graph on all ranks."""
-    with dry_device() as dry:
-        device = make_runner(load_spec(model_folder("llama-gqa2")), shard=Shard(0, 2, lambda _part: None)).device
-        device.join(lambda _tokens: None)
-        replays = []
-        for whole in (False, True):
-            dry.counts.clear()
-            device.follow(np.array([[0, 0, 3, 1]]), whole=whole)
-            replays.append(dry.counts["graphs"])
-    assert replays == [1, 0]
-
-
-def test_a_rank_without_memory_for_a_step_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others wait for it in the middle of one."""
-    spec, forward = load_spec(model_folder("llama-gqa2")), Forward.__call__
-
-    def fail(self: Forward, inputs: Any, *args: Any, **others: Any) -> None:
-        if len(inputs.positions) > 8:
-            raise torch.OutOfMemoryError
-        forward(self, inputs, *args, **others)
-
-    monkeypatch.setattr(Forward, "__call__", fail)
-    with dry_device() as dry:
-        assert make_runner(spec).device.num_graphs > 0
-        with pytest.raises(RuntimeError, match="a rank cannot capture"):
-            make_runner(spec, shard=shard_of(dry, 0))
 
 
 @pytest.mark.parametrize("graphs", [True, False])

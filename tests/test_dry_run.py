@@ -39,15 +39,6 @@ def dry_run(*argv: str) -> int:
     return cli.main(["serve", "--dry-run", "--port", "0", "--device", "cpu", *argv])
 
 
-def test_how_many_ranks_there_would_be(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dry_run("--tensor-parallel-size", "2") == 0
-    out = capsys.readouterr().out
-    assert rows(out)["--tensor-parallel-size"] == ("2", "flag")
-    assert "2 ranks divide each layer" in out
-    assert dry_run("--tensor-parallel-size", "3") == 2
-    assert "4 attention heads cannot be divided among 3 ranks" in capsys.readouterr().err
-
-
 def test_every_setting_with_its_origin(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

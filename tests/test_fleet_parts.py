@@ -311,10 +311,6 @@ def test_each_engine_gets_a_device(machine: Path, monkeypatch: pytest.MonkeyPatc
     assert share_out(2, "cpu", CPUINFO)[0].processors
     with pytest.raises(ConfigError, match="--engines 3 needs as many CUDA devices; 2 can be seen"):
         share_out(3, cpuinfo=CPUINFO)
-    (both,) = share_out(1, cpuinfo=CPUINFO, ranks=2)
-    assert both == Place(device="0,1") and both.shown == "CUDA devices 0, 1"
-    with pytest.raises(ConfigError, match="--engines 2 needs 4 CUDA devices; 2 can be seen"):
-        share_out(2, cpuinfo=CPUINFO, ranks=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5f,-1")
     assert share_out(2, "cuda", CPUINFO) == [Place(device=name, engines=2) for name in ("3", "GPU-5f")]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -23,7 +23,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "--model-impl transformers": {"model_impl": "transformers"},
     "--swap-space": {"swap_space": 1.0},
     "--overload drop": {"overload": "drop"},
-    "--tensor-parallel-size": {"tensor_parallel_size": 2},
     "--engines 1": {"engines": 1},
     "--ray": {"ray": "auto"},
     "--max-num-batched-tokens": {"max_num_batched_tokens": 8},
@@ -72,8 +71,8 @@ def test_several_others_are_named_at_once() -> None:
 
 
 def test_configs_refuse_what_they_know_by_themselves() -> None:
-    with pytest.raises(ConfigError, match="--tensor-parallel-size cannot be combined with --overload drop"):
-        EngineConfig(tensor_parallel_size=2, overload="drop")
+    with pytest.raises(ConfigError, match="--overload drop cannot be combined with --lora"):
+        EngineConfig(overload="drop", lora=("a=/a",))
     with pytest.raises(ConfigError, match="--host is reachable from other machines; set --api-key"):
         ServerConfig(host="0.0.0.0")
     ServerConfig(host="0.0.0.0", api_key_file="keys")

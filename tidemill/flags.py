@@ -267,13 +267,13 @@ FLAGS = {
     "latency profile": "profile_dir profile_seconds",
     "network and access": "host port api_key api_key_file allowed_host allowed_origin",
     "files, batches and logs": "state_dir request_log log_level",
-    "several engines or ranks": "engines ray overload tensor_parallel_size",
+    "several engines": "engines ray overload",
     "life and death": "shutdown_timeout",
 }
 """Flags of `serve` by group, in the order of the help."""
 SHORT = (
     "slo device served_model_name max_model_len gpu_memory_utilization swap_space kv_cache_dtype quantization host "
-    "port api_key api_key_file state_dir engines tensor_parallel_size"
+    "port api_key api_key_file state_dir engines"
 )
 """Flags that --help shows; --help-all shows every flag."""
 EXAMPLES = {

@@ -28,7 +28,6 @@ SECTIONS: dict[str, tuple[str, str, float]] = {
     "kernels": ("kernels", "check_kernels", 120.0),
     "attention": ("kernels", "check_attention", 60.0),
     "equality": ("equality", "check_equality", 120.0),
-    "ranks": ("ranks", "check_ranks", 90.0),
     "drop": ("drop", "check_drop", 90.0),
     "features": ("features", "check_features", 120.0),
     "steps": ("steps", "check_steps", 150.0),

@@ -69,12 +69,7 @@ def build_engine(
 
 def _build(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> Engine:
     runner, plan = build_runner(config, plan, say)
-    try:
-        return _join(config, plan, runner, say)
-    except BaseException:
-        if runner.ranks is not None:
-            runner.ranks.close()
-        raise
+    return _join(config, plan, runner, say)
 
 
 def stored_profile(
@@ -94,9 +89,7 @@ def stored_profile(
 
 def profile_key(plan: LaunchPlan) -> ProfileKey:
     """Return the key of a launch's latency profile: model, device, precision, version and limits."""
-    name = f"{plan.folder.name}, {plan.model.num_parameters} parameters"
-    if plan.ranks > 1:
-        name += f" on {plan.ranks} ranks"
+    name = f"{plan.folder.name}, {plan.spec.num_parameters} parameters"
     if plan.implementation == TRANSFORMERS:
         name += ", by transformers"
     if plan.adapters:
@@ -151,7 +144,6 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         colocation=colocation,
         tuner=tuner,
         grammars=None if runner.grammars is None else _make_grammars(runner.grammars),
-        ranks=runner.ranks,
     )
 
 
@@ -194,13 +186,13 @@ def _info(plan: LaunchPlan, scheduler: SchedulerConfig, sampling: SamplingDefaul
         architecture=plan.spec.architecture,
         dtype=plan.precision,
         device=plan.device,
-        num_parameters=plan.model.num_parameters,
+        num_parameters=plan.spec.num_parameters,
         cache_tokens=plan.limits.num_units // UNITS_PER_BLOCK * plan.limits.block_size,
         block_size=plan.limits.block_size,
         max_num_seqs=plan.limits.max_num_seqs,
         embedding=_embedding(plan),
         sampling=sampling,
-        scores_prompts=plan.implementation == OWN and plan.ranks == 1,
+        scores_prompts=plan.implementation == OWN,
         adapters=tuple(each.name for each in plan.adapters),
         fallbacks=plan.faults,
         shares_prefixes=scheduler.enable_prefix_caching,

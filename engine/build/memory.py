@@ -10,7 +10,6 @@ from engine.errors import ConfigError
 from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.plan import LaunchPlan
-from engine.execution.ranks.group import RankGroup
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig, most_blocks, most_unconfirmed
 from engine.models.spec import ModelShape, ModelSpec, hidden_state_refusal
 from engine.models.weights import torch_dtype
@@ -23,14 +22,9 @@ MIN_CONTEXT = 8
 """Minimum context in tokens; the warm-up request needs most of it."""
 
 
-def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, group: RankGroup | None = None) -> LaunchPlan:
-    """Return the plan with its cache blocks and the context that fits. Raise ConfigError.
-
-    With a `group` of ranks, the rank with the least memory determines the size.
-    """
+def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> LaunchPlan:
+    """Return the plan with its cache blocks and the context that fits. Raise ConfigError."""
     host_units, host_states = _host_room(config, plan)
-    if group is not None:
-        cache_bytes, host_units = group.least([cache_bytes, host_units])
     unit = unit_bytes(plan)
     plan = _with_snapshots(_with_states(plan, config, cache_bytes), config, cache_bytes, unit)
     states = (plan.limits.max_num_seqs + plan.state_slots) * plan.spec.state_bytes
@@ -87,7 +81,7 @@ def _window(plan: LaunchPlan) -> int:
 
     Engines with hidden state or droppable layers keep all blocks.
     """
-    spec = plan.whole or plan.spec
+    spec = plan.spec
     if not isinstance(spec, ModelSpec) or plan.scratch_blocks or plan.droppable:
         return 0
     windows = list(filter(None, spec.windows))
@@ -145,8 +139,8 @@ def _with_snapshots(plan: LaunchPlan, config: EngineConfig, cache_bytes: int, un
 
 
 def host_bytes(plan: LaunchPlan) -> int:
-    """Return the bytes of the host tier, over all ranks."""
-    return plan.ranks * plan.host_units * unit_bytes(plan) + plan.host_state_slots * plan.spec.state_bytes
+    """Return the bytes of the host tier."""
+    return plan.host_units * unit_bytes(plan) + plan.host_state_slots * plan.spec.state_bytes
 
 
 def unit_bytes(plan: LaunchPlan) -> int:
@@ -155,16 +149,16 @@ def unit_bytes(plan: LaunchPlan) -> int:
 
 
 def _swap_bytes(config: EngineConfig, plan: LaunchPlan) -> int:
-    """Return the bytes for the host tier of one rank."""
+    """Return the bytes for the host tier."""
     backend = backends.find_backend(plan.device)
     if config.overload == "drop":
         return 0  # units of the host tier hold all layers
     if config.swap_space is None:
-        return backend.swap_bytes() // plan.ranks
+        return backend.swap_bytes()
     wanted, free = int(config.swap_space * 2**30), memory.available_memory()
     if backend.locks_pages and not plan.beside and wanted > free:  # locked pages stay in memory
         raise ConfigError(f"--swap-space {config.swap_space:g}: {gib(free)} of host memory are free")
-    return wanted // plan.ranks
+    return wanted
 
 
 def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:

@@ -19,8 +19,7 @@ from engine.machine.folders import expand, user_folder
 from engine.models.hub import OWN, TRANSFORMERS, Choice, cached_folder, choose, is_hub_id, resolve_model_folder
 from engine.models.lora import plan_adapter
 from engine.models.packing import Packing
-from engine.models.sharding import divide
-from engine.models.spec import ModelShape, ModelSpec, resolve_max_model_len
+from engine.models.spec import ModelShape, resolve_max_model_len
 from engine.models.stored_tensors import stored_bytes
 from engine.models.transformers_shape import TransformersShape
 from engine.models.weights import torch_dtype
@@ -60,7 +59,6 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
         raise ConfigError(refusal)
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
     foreign = choice.implementation == TRANSFORMERS
-    whole, spec = _divided(config, choice, backend)
     _check_model(config, choice, backend, dtype)
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     by_kernels = config.kernels != "torch"
@@ -75,7 +73,7 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
         else:
             dtype = "bfloat16"
     max_model_len = resolve_max_model_len(spec, config.max_model_len)
-    weights = memory.weight_bytes(spec, torch_dtype(dtype), quantization, config.tensor_parallel_size)
+    weights = memory.weight_bytes(spec, torch_dtype(dtype), quantization)
     block = UNITS_PER_BLOCK * memory.unit_bytes(spec, BLOCK_SIZE, torch_dtype(dtype))
     room = backend.room(config.gpu_memory_utilization, beside=beside) - weights
     wide = is_wide(room // block * BLOCK_SIZE, max_model_len)
@@ -89,7 +87,7 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
             max_model_len,
             num_units=0,
             block_size=BLOCK_SIZE,
-            reach=Reach.of((whole or spec).windows),
+            reach=Reach.of(spec.windows),
         ),
         weight_bytes=weights,
         quantization=quantization,
@@ -97,16 +95,11 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
         int8_cache=config.kv_cache_dtype == "int8",
         memory_utilization=config.gpu_memory_utilization,
         droppable=config.overload == "drop",
-        ranks=config.tensor_parallel_size,
         by_kernels=by_kernels,
         graphs=config.kernels == "auto",
         beside=beside,
-        whole=whole,
         notes=tuple(filter(None, (by, *spec.notes, note, slow, unrounded, *_notes(spec, max_model_len)))),
     )
-    if plan.ranks > 1:
-        note = f"{plan.ranks} ranks divide each layer; each rank holds {gib(plan.weight_bytes)} of weights"
-        plan = replace(plan, notes=(*plan.notes, note))
     plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
     return with_cache(plan, config, backend.cache_bytes(plan, None))
@@ -150,22 +143,6 @@ def _floats_refusal(config: EngineConfig, packing: Packing, backend: Backend) ->
     return backend.float8_refusal()
 
 
-def _divided(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[ModelSpec | None, ModelShape]:
-    """Return the whole model and the part of one rank; (None, the model) with one rank.
-
-    Raise ConfigError, or ModelLoadError for sizes that cannot be divided.
-    """
-    ranks, spec = config.tensor_parallel_size, choice.shape
-    if ranks == 1:
-        return None, spec
-    flag = f"--tensor-parallel-size {ranks}"
-    if not isinstance(spec, ModelSpec):
-        raise unsupported(flag, f"transformers' modules run {spec.architecture}")
-    if (devices := backend.devices()) is not None and len(devices) < ranks:
-        raise ConfigError(f"{flag} needs as many {backend.name.upper()} devices; {len(devices)} can be seen")
-    return spec, divide(spec, ranks)
-
-
 def _notes(spec: ModelShape, max_model_len: int) -> Iterator[str]:
     """Yield notes on the memory of recurrent layers and on rotary embeddings that depend on the longest context."""
     if spec.state_bytes:
@@ -189,8 +166,6 @@ def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str
         return config.quantization
     if config.load_format == "dummy" and not packing.nibbles:
         return "none"
-    if config.tensor_parallel_size > 1:
-        return "none"  # scales cover whole outputs or blocks, which ranks would divide
     if choice.implementation != OWN or streams:
         return "none"
     if packing.floats and _floats_refusal(config, packing, backend) is None:
@@ -219,10 +194,10 @@ def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     if plan.quantization == INT4:
         note += ", in 4 bits as they are stored" if plan.stored else ", unpacked at load and rounded again"
     if plan.quantization == "none":
-        note += f", unpacked to {plan.dtype} at load" + (", as layers are divided" if plan.ranks > 1 else "")
+        note += f", unpacked to {plan.dtype} at load"
         backend = backends.find_backend(plan.device)
         rounds = backend.multiplies_integers
-        if plan.ranks == 1 and not rounds and (why := _floats_refusal(config, packing, backend)):
+        if not rounds and (why := _floats_refusal(config, packing, backend)):
             note += f": {why}"
         if packing.shuffled and rounds:
             note += ": its groups are of inputs that do not lie side by side (act-order)"

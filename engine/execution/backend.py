@@ -1,7 +1,7 @@
 # ruff: noqa: ARG002 - defaults ignore their arguments
 """Backends: kinds of devices and the runners of models on them. A new one is a folder and a row in `find_backend`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,10 +48,6 @@ class Backend(Protocol):
 
     def unused_devices(self) -> str | None:
         """Return the devices that this machine has although they cannot be used here; None without any."""
-        return None
-
-    def devices(self) -> Sequence[str] | None:
-        """Return the devices, one for each rank; None if all ranks share one."""
         return None
 
     def config_refusal(self, config: EngineConfig) -> str | None:

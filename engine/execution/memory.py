@@ -22,7 +22,6 @@ from engine.models.byte_cells import slice_elements
 from engine.models.decoder import Decoder
 from engine.models.packing import Packing
 from engine.models.quantized import GROUPS, group_of
-from engine.models.sharding import head_ranks
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.weights import LayerWeights
 
@@ -44,10 +43,10 @@ def unit_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     return spec.num_layers * slice_elements(block_size, spec.num_kv_heads, spec.head_dim, dtype) * dtype.itemsize
 
 
-def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str, ranks: int = 1) -> int:
-    """Return the bytes of all weights, or of one rank's part.
+def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int:
+    """Return the bytes of all weights.
 
-    For one of several ranks, `spec` has the sizes of its layers. A quantised linear layer takes one byte per value,
+    A quantised linear layer takes one byte per value,
     plus a scale and a sum of 4 bytes each per output; in 4 bits, see `int4_bytes`. Bias, norms and embeddings stay in
     `dtype`, a tied head in addition to the embedding. With stored 8 bits the head stays in `dtype`, as in such
     checkpoints; with 4 bits it has 8.
@@ -56,16 +55,14 @@ def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str, ranks:
         assert quantization == "none", "only native layers are quantised"
         return spec.num_parameters * dtype.itemsize
     hidden, vocab = spec.hidden_size, spec.vocab_size
-    head = vocab // head_ranks(vocab, ranks)
     if quantization == "none":
-        elsewhere = 0 if spec.tie_word_embeddings else (vocab - head) * hidden
-        return (spec.num_parameters - elsewhere) * dtype.itemsize
+        return spec.num_parameters * dtype.itemsize
     rounds_head = quantization not in STORED
     sizes = [n * _output_bytes(k, quantization, spec.packing) for n, k in spec.matrices]
     dense = spec.num_layers * sum(n * k for n, k in spec.matrices)
     if rounds_head and not spec.tie_word_embeddings:
         dense += vocab * hidden
-    rounded = spec.num_layers * sum(sizes) + (head * (hidden + 8) if rounds_head else 0)
+    rounded = spec.num_layers * sum(sizes) + (vocab * (hidden + 8) if rounds_head else 0)
     return rounded + (spec.num_parameters - dense) * dtype.itemsize
 
 

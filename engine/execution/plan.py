@@ -22,10 +22,10 @@ BLOCKS, NIBBLES = COMPACT
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that a launch decides before it loads weights. Byte counts are those of one rank.
+    """Everything that a launch decides before it loads weights.
 
     Attributes:
-        spec: The model, or the part of it on each rank.
+        spec: The model.
         dtype: Type of weights and cache.
         limits: Limits of a step; units are an estimate if only loaded weights show the remaining memory.
         memory_utilization: Share of a GPU's memory to use.
@@ -47,7 +47,6 @@ class LaunchPlan:
         graphs: Whether steps may run from CUDA graphs.
         faults: Why, one line per fault of the check of kernels.
         beside: Another engine holds the device's memory and releases it before this one starts.
-        whole: The model if `spec` is a part of it; None with one rank.
     """
 
     folder: Path
@@ -73,18 +72,11 @@ class LaunchPlan:
     droppable: bool = False
     adapters: tuple[AdapterPlan, ...] = ()
     adapter_bytes: int = 0
-    ranks: int = 1
     by_kernels: bool = True
     twins: tuple[str, ...] = ()
     graphs: bool = True
     faults: tuple[str, ...] = ()
     beside: bool = False
-    whole: ModelSpec | None = None
-
-    @property
-    def model(self) -> ModelShape:
-        """The whole model, also with several ranks."""
-        return self.whole or self.spec
 
     @property
     def short_context(self) -> int:

@@ -36,8 +36,7 @@ from engine.forms import Grammar
 from engine.models.lora import Adapters, Delta, Site
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
-if TYPE_CHECKING:  # running a model does not need other ranks, nor the grammar compiler
-    from engine.execution.ranks.leader import Leader
+if TYPE_CHECKING:  # running a model does not need the grammar compiler
     from engine.structured.compiler import GrammarCompiler
 from collections.abc import Sequence
 from itertools import groupby
@@ -151,7 +150,6 @@ class Runner(Generic[DeviceT]):
         self._drafted = False
         self.masks: RowMasks | None = None
         self.grammars: GrammarCompiler | None = None
-        self.ranks: Leader | None = None
         self._pools = RowPools(device.rows)
 
     def can_enforce(self, grammar: Grammar) -> bool:
@@ -170,7 +168,7 @@ class Runner(Generic[DeviceT]):
 
     def lost(self) -> str | None:
         """Return, after a failed step, why the device cannot run further steps; None if it can."""
-        return (None if self.ranks is None else self.ranks.lost()) or self.device.stream.lost()
+        return self.device.stream.lost()
 
     def launch(self, output: SchedulerOutput) -> Collect:
         """Start one step; if the device takes no steps ahead, return when it has ended."""
@@ -180,15 +178,11 @@ class Runner(Generic[DeviceT]):
             self._settle(all_but=0 if self._drafted else device.pipeline_depth)
             self._drafted = bool(output.drafts)
             self._rows.apply(output)
-            if self.ranks is not None:
-                self.ranks.begin(output, self._rows)
             run_operations(device, output.operations)
             chunks = chunk_array(output.chunks)
             pools = self._pools.begin(chunks)
             samples = self._run(chunks, pools) if len(chunks) else None
             arrived = device.stream.mark() if samples is None or pools is not None else samples.arrived
-            if self.ranks is not None:
-                self.ranks.end()
         return partial(self._collect, output.step_id, samples, pools, arrived, began)
 
     def _run(self, chunks: IntArray, pools: StepPools | None) -> _Samples | None:

@@ -239,10 +239,9 @@ def make_fleet(
         options = [{"spawn": partial(cluster.spawn, number)} for number in range(engines)]
         notes = [f"{engines} engines run in the cluster, each on {cluster.shown}"]
     else:
-        ranks = config.tensor_parallel_size
-        places = share_out(engines, config.device, ranks=ranks)
+        places = share_out(engines, config.device)
         placed = bool(places[0].processors or places[0].device)
-        threads = None if placed else max(1, read_processor().cores // (engines * ranks))
+        threads = None if placed else max(1, read_processor().cores // engines)
         files = [pid_file.with_stem(f"{pid_file.stem}-{number}") for number in range(engines)]
         options = [{"place": place, "pid_file": file} for place, file in zip(places, files, strict=True)]
         notes = [f"engine {number} runs on {place.shown}" for number, place in enumerate(places)]

@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
     Attributes:
         processors: Processors to run on; empty: all.
-        device: Visible CUDA devices, separated by commas; "": all.
+        device: Visible CUDA device; "": all.
         engines: Number of engines that share the memory of the host.
     """
 
@@ -52,7 +52,7 @@ class Place(NamedTuple):
     def shown(self) -> str:
         """Description for logs."""
         if self.device:
-            return f"CUDA device{'s' * (',' in self.device)} {self.device.replace(',', ', ')}"
+            return f"CUDA device {self.device}"
         if self.processors:
             return f"processors {', '.join(map(str, self.processors))}"
         return "processors shared with other engines"
@@ -118,19 +118,17 @@ def _quota() -> int | None:
     return None if quota is None else max(1, int(quota))
 
 
-def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None, ranks: int = 1) -> list[Place]:
-    """Return the placement of each engine: a CUDA device per rank, or an equal part of the cores.
+def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None) -> list[Place]:
+    """Return the placement of each engine: a CUDA device, or an equal part of the cores.
 
     `device` is as in `EngineConfig`. Threads of a core stay together. If there are more engines than cores, or the
     CPU quota is below the allowed processors, all engines share them. Raises ConfigError.
     """
     devices = [] if device == "cpu" else cuda_devices()
     if devices or device == "cuda":
-        if len(devices) < engines * ranks:
-            needs = "as many" if ranks == 1 else f"{engines * ranks}"
-            raise ConfigError(f"--engines {engines} needs {needs} CUDA devices; {len(devices)} can be seen")
-        firsts = range(0, engines * ranks, ranks)
-        return [Place(device=",".join(devices[first : first + ranks]), engines=engines) for first in firsts]
+        if len(devices) < engines:
+            raise ConfigError(f"--engines {engines} needs as many CUDA devices; {len(devices)} can be seen")
+        return [Place(device=device, engines=engines) for device in devices[:engines]]
     cores = _cores(_read_cpuinfo() if cpuinfo is None else cpuinfo)
     if len(cores) < engines or (_quota() or len(cores)) < len(cores):
         return [Place(engines=engines)] * engines

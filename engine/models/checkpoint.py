@@ -20,7 +20,6 @@ from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
 from engine.models.quantized import BlockWeight, PackedWeight, RoundedWeight, StoredWeight
-from engine.models.sharding import Shard
 from engine.models.spec import ModelSpec
 from engine.models.stored_tensors import damage_of, weight_files
 from engine.models.unpacking import CACHE_SCALES, blocks_of, bytes_of, dense, is_packed, names_of, nibbles_of, weight_of
@@ -55,7 +54,6 @@ def load_weights(
     make: MakeLinear = make_linear,
     gather: Gather = ResidentLayers,
     stored: bool = False,
-    shard: Shard | None = None,
 ) -> ModelWeights:
     """Load the checkpoint in `folder`, or create random weights of its shape with `load_format` "dummy".
 
@@ -63,7 +61,6 @@ def load_weights(
         dtype: Type of the weights; "auto": the type of the checkpoint.
         load_format: "auto" or "dummy".
         stored: Whether layers stored in 8 or 4 bits compute with these bits.
-        shard: The part of one rank, to be run with `shard.spec_of(spec)`; None: the whole model.
 
     Raises:
         ModelLoadError: One line that names the missing or wrong tensor or file.
@@ -72,9 +69,9 @@ def load_weights(
     target = torch.device(device)
     with torch.inference_mode():
         if load_format == "dummy":
-            return build_weights(spec, DummyTensors(0, kind, target), make, gather, shard)
+            return build_weights(spec, DummyTensors(0, kind, target), make, gather)
         with Checkpoint(folder, kind, target, spec.packing, stored=stored) as checkpoint:
-            weights = build_weights(spec, checkpoint, make, gather, shard)
+            weights = build_weights(spec, checkpoint, make, gather)
             copies = tuple(f"{name}.weight" for name in family_named(spec.family).names.head)
             checkpoint.check_all_used(tied_copies=copies if spec.tie_word_embeddings else ())
         if weights.layers.streamed:

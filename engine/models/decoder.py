@@ -133,8 +133,6 @@ class Decoder:
     def head(self, normed: Tensor | RoundedRows, out: Tensor | None = None) -> Tensor:
         """Apply the head to hidden states [R, H] after the final norm: [R, vocab], written to `out` if given."""
         logits = product(self.weights.head, normed)
-        if self.weights.gather is not None:
-            logits = self.weights.gather(logits)
         if self.spec.logit_softcap is None:
             return logits if out is None else out.copy_(logits)
         capped: Tensor = self._ops.softcap(logits, self.spec.logit_softcap, out)

@@ -15,7 +15,6 @@ from engine.errors import ModelLoadError
 from engine.models.families import TensorNames, family_named
 from engine.models.linear import AbsentLinear, AnyWeight, Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import BlockWeight, PackedWeight, RoundedWeight, StoredWeight
-from engine.models.sharding import GatherRanks, Shard, ShardedTensors, SummedLinear
 from engine.models.spec import ModelSpec
 
 
@@ -132,7 +131,6 @@ class ModelWeights:
     Attributes:
         embedding: [vocab, H].
         positions: [max_position + offset, H] or None.
-        gather: Joins the logits of all ranks; None if the head is not divided.
     """
 
     embedding: Tensor
@@ -140,7 +138,6 @@ class ModelWeights:
     layers: LayerSource
     final_norm: Norm
     head: Linear
-    gather: GatherRanks | None = None
 
 
 def embedding_scale(spec: ModelSpec, dtype: torch.dtype) -> float | None:
@@ -187,16 +184,9 @@ def build_weights(
     source: TensorSource,
     make: MakeLinear = make_linear,
     gather: Gather = ResidentLayers,
-    shard: Shard | None = None,
 ) -> ModelWeights:
-    """Fetch, stack and pack all tensors, one layer at a time; `gather` collects the layers. Raises ModelLoadError.
-
-    With `shard`, only that rank's part is built; `spec` and `source` still describe the whole model.
-    """
-    if shard is None:
-        return _Builder(spec, source, make).model(gather)
-    part = ShardedTensors(source.has, source.fetch, spec, shard)
-    return _Builder(shard.spec_of(spec), part, make, shard).model(gather)
+    """Fetch, stack and pack all tensors, one layer at a time; `gather` collects the layers. Raises ModelLoadError."""
+    return _Builder(spec, source, make).model(gather)
 
 
 def build_layers(
@@ -209,11 +199,10 @@ def build_layers(
 class _Builder:
     """Fetches tensors by a family's names in the order in which the model runs."""
 
-    def __init__(self, spec: ModelSpec, source: TensorSource, make: MakeLinear, shard: Shard | None = None) -> None:
+    def __init__(self, spec: ModelSpec, source: TensorSource, make: MakeLinear) -> None:
         self._spec = spec
         self._source = source
         self._make = make
-        self._shard = shard
         self._names: TensorNames = family_named(spec.family).names
         self._prefix = self._first_prefix()
 
@@ -226,7 +215,7 @@ class _Builder:
             positions = self._source.fetch(f"{prefix}{names.positions}.weight", shape)
         layers = gather(self.layers(range(spec.num_layers)))
         final_norm = self._norm(prefix + names.final_norm)
-        return ModelWeights(embedding, positions, layers, final_norm, *self._head(embedding))
+        return ModelWeights(embedding, positions, layers, final_norm, self._head(embedding))
 
     def layers(self, wanted: Sequence[int]) -> Iterator[LayerWeights]:
         return (self._layer(f"{self._prefix}layers.{index}.") for index in wanted)
@@ -243,12 +232,12 @@ class _Builder:
             )
         else:
             up = self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.gated_mlp)
-            down = self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias, summed=True)
+            down = self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias)
         return LayerWeights(
             input_norm=self._norm(prefix + names.input_norm),
             qkv=self._linear(prefix, names.qkv, qkv_sizes, hidden, spec.qkv_bias, names.interleaved_qkv),
             qk_norm=self._qk_norm(prefix),
-            out=self._linear(prefix, (names.out,), (hidden,), spec.q_size, spec.out_bias, summed=True),
+            out=self._linear(prefix, (names.out,), (hidden,), spec.q_size, spec.out_bias),
             post_norm=self._norm(prefix + names.post_norm),
             up=up,
             down=down,
@@ -266,17 +255,13 @@ class _Builder:
         has_bias: bool,
         interleaved: bool = False,
         gated: bool = False,
-        summed: bool = False,
     ) -> Linear:
-        """Build a linear layer. `summed`: with sharding, its inputs are divided among ranks."""
         pairs = list(zip(modules, sizes, strict=True))
         stack = self._straightened if interleaved else _stack
         weight = self._weight([(f"{prefix}{name}.weight", (size, width)) for name, size in pairs], stack)
         bias = (
             stack([self._source.fetch(f"{prefix}{name}.bias", (size,)) for name, size in pairs]) if has_bias else None
         )
-        if summed and self._shard is not None:
-            return SummedLinear(self._make(weight), bias, self._shard.total)
         return self._make(weight, bias, gated=gated)
 
     def _straightened(self, parts: list[Tensor]) -> Tensor:
@@ -333,14 +318,11 @@ class _Builder:
         q, k = (self._norm_weight(f"{prefix}{name}", (spec.head_dim,)) for name in (names.q_norm, names.k_norm))
         return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
 
-    def _head(self, embedding: Tensor) -> tuple[Linear, GatherRanks | None]:
-        whole, tied = embedding, self._spec.tie_word_embeddings
-        if not tied:
-            whole = self._source.fetch(self._head_name(), (self._spec.vocab_size, self._spec.hidden_size))
-        if self._shard is None:
-            return self._make(whole, head=True), None
-        part, gather = self._shard.head_of(whole)
-        return self._make(part if tied or gather is None else part.clone(), head=True), gather
+    def _head(self, embedding: Tensor) -> Linear:
+        if self._spec.tie_word_embeddings:
+            return self._make(embedding, head=True)
+        shape = self._spec.vocab_size, self._spec.hidden_size
+        return self._make(self._source.fetch(self._head_name(), shape), head=True)
 
     def _head_name(self) -> str:
         names = [f"{module}.weight" for module in self._names.head]

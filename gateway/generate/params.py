@@ -257,7 +257,7 @@ def completion_plan(
     generates, shows_scores = body.max_tokens != 0, body.echo and body.logprobs is not None
     if not (info.scores_prompts or (generates and not shows_scores)):
         param = "echo" if shows_scores else "max_tokens"
-        message = f"'{param}': log-probabilities of prompts need the own layers (--model-impl) on a single rank."
+        message = f"'{param}': log-probabilities of prompts need the own layers (--model-impl)."
         raise InvalidRequestError(message, param=param, code="unsupported_parameter")
     scoring: tuple[EngineRequest, ...] = ()
     if generates and shows_scores:

@@ -175,7 +175,7 @@ def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[st
         return [line("engines", f"{server_config.engines} in the Ray cluster at {server_config.ray}")]
     if server_config.engines == 1:
         return []
-    places = share_out(server_config.engines, engine_config.device, ranks=engine_config.tensor_parallel_size)
+    places = share_out(server_config.engines, engine_config.device)
     return [line(f"engine {number}", place.shown) for number, place in enumerate(places)]
 
 
@@ -274,7 +274,7 @@ def report_launch(plan: Any, name: str) -> list[str]:
     by = _IMPLEMENTATIONS[plan.implementation]
     about = "about " if plan.device == "cuda" else ""
     return [
-        line("model", f"{name}: {plan.spec.architecture}, {plan.model.num_parameters:,} parameters, {by}"),
+        line("model", f"{name}: {plan.spec.architecture}, {plan.spec.num_parameters:,} parameters, {by}"),
         line("", f"{plan.precision} on {plan.device}, weights {size(plan.weight_bytes)}"),
         line("cache", f"{about}{tokens:,} tokens ({plan.num_blocks:,} blocks of {plan.limits.block_size})"),
         line("context", f"{plan.limits.max_model_len:,} tokens"),

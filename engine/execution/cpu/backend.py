@@ -57,7 +57,7 @@ class CpuBackend(Backend):
     def cache_bytes(self, plan: LaunchPlan, weights: ModelWeights | TransformersModel | None) -> int:
         if weights is not None:
             return plan.cache_bytes
-        return memory.cpu_cache_bytes(max(0, _own_memory() // plan.ranks - plan.held_bytes))
+        return memory.cpu_cache_bytes(max(0, _own_memory() - plan.held_bytes))
 
     def weight_room(self, _plan: LaunchPlan) -> int:
         return int(_own_memory() * memory.WEIGHT_SHARE)
@@ -86,7 +86,7 @@ class CpuBackend(Backend):
     def prepare(
         self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
     ) -> tuple[LaunchPlan, MakeLinear]:
-        _use_cores(config.threads, plan.ranks)
+        _use_cores(config.threads)
         if plan.offload is not None and config.hidden_cache:
             say("steps run by torch operators, because projections of hidden state are parts of streamed weights")
             return plan, make_linear
@@ -122,7 +122,7 @@ class CpuBackend(Backend):
         native = weights.head.native
         runner = NativeRunner(NativeDevice(decoder, native, plan.limits, **pool))
         most = native.team.threads
-        if config.threads is not None or most == 1 or config.profile_seconds <= 0 or plan.ranks > 1:
+        if config.threads is not None or most == 1 or config.profile_seconds <= 0:
             return runner, replace(plan, threads=most)
         wait_for_quiet(most)  # the gateway's process starts at the same time and computes for about a second
         threads, line = choose_threads(runner, plan.limits, plan.spec.vocab_size, most, native.team.resize)
@@ -170,10 +170,10 @@ def _runs_natively(config: EngineConfig) -> bool:
     return not config.hidden_cache and not isinstance(load(), str)
 
 
-def _use_cores(threads: int | None, ranks: int) -> None:
-    """Use one thread per physical core of the rank, because two threads on a core share its vector units.
+def _use_cores(threads: int | None) -> None:
+    """Use one thread per physical core, because two threads on a core share its vector units.
     OMP_NUM_THREADS takes precedence."""
     if threads is not None:
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, read_processor().cores // ranks))
+        torch.set_num_threads(read_processor().cores)

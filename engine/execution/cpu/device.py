@@ -4,7 +4,7 @@ Tuned for the CPU, correct on every torch device. It takes no steps ahead: calls
 samples.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
@@ -173,16 +173,6 @@ class TorchDevice(PoolDevice):
         if not layout.sampled.size:
             return x[:0]
         return self.decoder.logits(x.index_select(0, torch.from_numpy(layout.sampled_tokens).to(x.device)))
-
-    def join(self, share: Callable[[Tensor], None]) -> None:
-        """See RankDevice; a no-op, because the host knows all tokens."""
-
-    def follow(self, chunks: IntArray, *, whole: bool) -> None:
-        """See RankDevice; all tokens run in any case."""
-        del whole
-        layout, x = self._begin(chunks)
-        if self.decoder.weights.gather is not None:
-            self._logits(layout, x)
 
     def _begin(self, chunks: IntArray) -> tuple[Layout, Tensor]:
         """Run embedding and local layers; return the hidden state [T, H]."""

@@ -78,9 +78,6 @@ class CudaBackend(Backend):
             return None
         return f"this machine has {count} with driver {driver}, and torch is built for CUDA {torch.version.cuda}"
 
-    def devices(self) -> list[str]:
-        return cuda_devices()
-
     def config_refusal(self, config: EngineConfig) -> str | None:
         if config.quantization in ("int8", "int4"):
             kind = config.quantization
@@ -113,9 +110,9 @@ class CudaBackend(Backend):
         return None if found >= float8.OLDEST_ARCH else f"compute capability {found[0]}.{found[1]} is older than 8.9"
 
     def runs_experts(self, config: EngineConfig) -> bool:
-        """See Backend. Features that divide, adapt, stream or release the matrices of a layer know MLPs only."""
+        """See Backend. Features that adapt, stream or release the matrices of a layer know MLPs only."""
         plain = config.quantization == "none" and config.dtype in ("auto", "bfloat16") and not config.lora
-        plain = plain and config.tensor_parallel_size == 1 and parse_offload(config.offload_weights) is None
+        plain = plain and parse_offload(config.offload_weights) is None
         return plain and config.overload == "recompute" and torch.cuda.get_device_capability() >= _OLDEST_ARCH
 
     def keeps_bits(self, packing: Packing, unpacked_bytes: int, memory_utilization: float) -> bool:
@@ -204,8 +201,8 @@ class CudaBackend(Backend):
         folder: Path,
         say: Callable[[str], None],
     ) -> LaunchPlan:
-        """See Backend. Ranks are not checked, because each would find its own faults."""
-        skips = plan.ranks > 1 or not config.self_test or isinstance(weights, TransformersModel)
+        """See Backend."""
+        skips = not config.self_test or isinstance(weights, TransformersModel)
         if skips or self._refusal_of(plan) is not None:
             return plan
         assert isinstance(weights, ModelWeights)

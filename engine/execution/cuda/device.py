@@ -7,7 +7,7 @@ adapters run without a graph. With torch kernels, or Triton's interpreter, the c
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -36,7 +36,6 @@ from engine.execution.sampler import DeviceSamples
 from engine.execution.stream import DeviceStream
 from engine.limits import Limits
 from engine.models.lora import Adapters, Delta, Site
-from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.triton_kernels import Kernels, configs
@@ -100,10 +99,8 @@ class CudaDevice:
         self._stage = Stage(self._forward, self.stream, self._fill_and_upload, limits.max_num_batched_tokens)
         self._graphs = Graphs(self._run, self.stream)
         self._last: RepeatedStep | None = None
-        self._divided = any(isinstance(layer.out, SummedLinear) for layer in weights.layers)
         self._slotted = SlottedAdapters(spec, limits.max_num_seqs, device, taken=adapted)
         self.adapters: Adapters = self._slotted
-        self._share: Callable[[Tensor], None] | None = None
         self.restore = self._projection.restore
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
         if configs.is_cuda(device):
@@ -168,7 +165,7 @@ class CudaDevice:
         result = self._choose(inputs, len(layout.sampled), wishes, masks)
         if hidden is None and take is None and masks is None and not numbers.any():
             self._last = self._buffers.repeatable(layout, wishes, inputs, rows.version)
-            if self._last is not None and wishes == StepWishes() and self._share is None:
+            if self._last is not None and wishes == StepWishes():
                 self._last.result = result
         return result
 
@@ -191,8 +188,6 @@ class CudaDevice:
         samples = self._sampling.choose(logits, greedy, wishes, None if masks is None else masks())
         if samples.tokens is not greedy:
             self._forward.accept(inputs, samples.tokens)
-        if self._share is not None and count:
-            self._share(greedy)
         return logits, DeviceSamples(greedy, samples.logprobs)
 
     def keep(self, layers: range) -> None:
@@ -238,35 +233,6 @@ class CudaDevice:
         every = self._buckets.all_shapes()
         adapted = [shape for shape in every if not shape.prefill] if self._slotted.taken else []
         return [*((shape, False) for shape in every), *((shape, True) for shape in adapted)]
-
-    def join(self, share: Callable[[Tensor], None]) -> None:
-        """See RankDevice."""
-        self._share = share
-
-    def follow(self, chunks: IntArray, *, whole: bool) -> None:
-        """See RankDevice. The greedy tokens of the graph are replaced by the samples of the first rank.
-
-        NCCL requires that a collective call is captured on all ranks or on none. For `whole`, the first rank runs
-        without a graph.
-        """
-        assert self._share is not None, "join() must precede follow()"
-        last = None if whole else self._repeat(chunks)
-        if last is None:
-            layout = decodes_first(chunks)
-            inputs = self._fill(layout)
-            self._upload()
-            count, last = len(layout.sampled), self._buffers.repeatable(layout, StepWishes(), inputs, self.rows.version)
-        else:
-            inputs, count = last.inputs, last.count
-        if whole:
-            self._run(inputs, adapted=False)
-        else:
-            self._graphs.run(inputs)
-        if count:
-            tokens = self._forward.sampled[:count]
-            self._share(tokens)
-            self._forward.accept(inputs, tokens)
-        self._last = last
 
     def _fill(self, layout: Layout) -> StepInputs:
         """Write a step to the host side of the buffers."""
@@ -334,10 +300,7 @@ class CudaDevice:
             self.stream.mark().synchronize()
 
     def _capture(self) -> None:
-        """Capture a graph for every bucket. Steps without a graph are slower.
-
-        Raises RuntimeError if one of several ranks cannot, because all need the same graphs.
-        """
+        """Capture a graph for every bucket. Steps without a graph are slower."""
         empty, refused = decodes_first(_NO_CHUNKS), None
         with torch.inference_mode(), self.stream.use():
             for shape, adapted in self._captured():
@@ -347,8 +310,6 @@ class CudaDevice:
                     refused = self._graphs.capture(inputs, adapted=adapted) or refused
                 except RuntimeError as error:
                     refused = error.with_traceback(None)  # the traceback would keep allocated tensors alive
-                if refused and self._divided:
-                    raise RuntimeError(f"a rank cannot capture a CUDA graph; set --kernels no-graphs: {refused}")
                 # After a lack of memory, smaller graphs may still fit.
                 if refused and not isinstance(refused, torch.OutOfMemoryError):
                     break

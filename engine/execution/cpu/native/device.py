@@ -67,10 +67,6 @@ class NativeDevice(TorchDevice):
             take(Layout.of(chunks, np.arange(len(chunks))), self.decoder.normed(hidden), self.decoder.head)
         return result.as_given()
 
-    def follow(self, chunks: IntArray, *, whole: bool) -> None:
-        """See RankDevice."""
-        self._native.run(chunks, logits=False, whole=whole, follows=True)
-
     def keep(self, layers: range) -> None:
         """See TorchDevice."""
         super().keep(layers)

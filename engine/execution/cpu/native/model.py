@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.arrays import IntArray
 from engine.execution.cpu.native.library import TYPES, Tape, TapeShape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import Native
-from engine.execution.cpu.native.tape import Buffers, Composed, DividedTape, compose, shape_over, step_over
+from engine.execution.cpu.native.tape import Buffers, Composed, compose, shape_over, step_over
 from engine.execution.cpu.native.weights import NativeWeights
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
@@ -100,42 +100,31 @@ class NativeModel:
         beyond: "NextStage | None" = None,
         whole: bool = False,
         adapters: StepAdapters | None = None,
-        follows: bool = False,
     ) -> Sampled:
         """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V.
 
         Args:
             beyond: Runs the layers after those kept here.
             whole: Whether `hidden` must be valid for all tokens.
-            adapters: Adapters of the tokens, chunk by chunk; not with streamed or distributed layers.
-            follows: Whether another of the ranks that divide the layers samples.
+            adapters: Adapters of the tokens, chunk by chunk; not with streamed layers.
 
         Raises:
             StepError: For an invalid step.
             WeightReadError: If a streamed layer cannot be read.
-            RuntimeError: If a rank has ended.
         """
         chunks = self._take(chunks)
         count = int(np.count_nonzero(chunks[:, 3]))
-        gather = self._model.gather
-        kept = self._logits_for(count) if (logits or gather is not None) and count else None
+        kept = self._logits_for(count) if logits and count else None
         step = self._step(chunks, kept)
         if adapters is not None:
             self._run_adapted(step, int(chunks[:, 2].sum()), adapters)
         elif self._layers.streamed and beyond is None:
             self._run_streamed(step)
         elif beyond is None:
-            tokens = int(chunks[:, 2].sum())
-            lean = self._lean if not whole and tokens >= MANY_A_SAMPLE * count else None
-            tape = lean or self._tape
-            if isinstance(tape, DividedTape):
-                tape.run_part(self.native.team, step, tokens, count, head=gather is not None or not follows)
-            else:
-                tape.run(self.native.team, step)
+            lean = self._lean if not whole and int(chunks[:, 2].sum()) >= MANY_A_SAMPLE * count else None
+            (lean or self._tape).run(self.native.team, step)
         else:
             self._run_pipeline(beyond, chunks, step, whole)
-        if gather is not None and kept is not None:
-            kept = gather(kept)
         return Sampled(self._best[:count], self._best_ids[:count], kept)
 
     def keep(self, layers: range) -> None:
@@ -258,7 +247,7 @@ class NativeModel:
             row_scales=self._weights.row_scales, adapted=self._takes_adapters,
         )  # fmt: skip
         self._composed = compose(self._spec, self._weights, self._buffers)
-        self._tape = self._tape_of(self._composed)
+        self._tape = Tape(self.native.library, self._shape(), self._composed.ops)
         self._lean = self._lean_tape() if len(self._weights.layers) == self._spec.num_layers else None
         self._adapted: tuple[Composed, Tape] | None = None
         if self._takes_adapters:
@@ -275,13 +264,7 @@ class NativeModel:
             row_scales=self._weights.row_scales,
         )
         composed = compose(self._spec, self._weights, self._buffers, sampled=self._sampled)
-        return self._tape_of(composed, self._sampled)
-
-    def _tape_of(self, composed: Composed, sampled: Buffers | None = None) -> Tape:
-        library, shape = self.native.library, self._shape()
-        if not self._weights.is_part:
-            return Tape(library, shape, composed.ops)
-        return DividedTape(library, shape, composed, self._weights, self._buffers, sampled)
+        return Tape(self.native.library, self._shape(), composed.ops)
 
     def _shape(self) -> TapeShape:
         spec = self._spec

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.native.library import Epilogue, Kind, Library, Op, Tape, TapeShape, TapeStep, Team
+from engine.execution.cpu.native.library import Epilogue, Kind, Op, TapeShape, TapeStep
 from engine.execution.cpu.native.linear import NativeInt8, NativeLinear, rows_for, stride_of
 from engine.execution.cpu.native.weights import NativeLayer, NativeNorm, NativeWeights
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
-from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec
 
 _ACTIVATIONS = {
@@ -253,53 +251,3 @@ def step_over(pool: UnitPool, rows: RowTable, chunks: IntArray, **results: Any) 
         num_prompt=rows.num_prompt.ctypes.data,
         **results,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    """A sum over ranks of `rows [n, stride]` before operation `end`; `sampled`: of sampled tokens only."""
-
-    end: int
-    rows: Tensor
-    sampled: bool
-    layer: SummedLinear
-
-
-class DividedTape(Tape):
-    """A tape with sums over ranks between its operations. `sampled`: see `compose`."""
-
-    def __init__(
-        self,
-        library: Library,
-        shape: TapeShape,
-        composed: Composed,
-        weights: NativeWeights,
-        buffers: Buffers,
-        sampled: Buffers | None,
-    ) -> None:
-        super().__init__(library, shape, composed.ops)
-        self._sums: list[_Sum] = []
-        self._after_layers, self._after_all = composed.layers[-1].stop, len(composed.ops)
-        for place, layer in enumerate(weights.layers.values()):
-            _, out, _, down = composed.linear_ops(place)
-            for op, summed in ((out, layer.out_sum), (down, layer.down_sum)):
-                if summed is None:
-                    continue
-                alone = bool(composed.ops[op].sampled)
-                at = sampled if alone and sampled is not None else buffers
-                rows = at.delta if op == out or at.other is None else at.other
-                self._sums.append(_Sum(op + 1, rows, alone, summed))
-
-    def run_part(self, team: Team, step: TapeStep, tokens: int, samples: int, *, head: bool) -> None:
-        """Run this rank's part of a step with `tokens` tokens and `samples` samples, and the `head` if requested.
-
-        Raises StepError, and RuntimeError if a rank has ended.
-        """
-        self.begin(team, step)
-        done = 0
-        for each in self._sums:
-            self.run_ops(team, done, each.end)
-            done = each.end
-            if count := samples if each.sampled else tokens:
-                each.layer.complete(each.rows[:count])
-        self.run_ops(team, done, self._after_all if head else self._after_layers)

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from engine.execution.cpu.native.linear import Native, NativeInt8, NativeLinear
 from engine.models.linear import Linear
-from engine.models.sharding import SummedLinear
 from engine.models.spec import ModelSpec
 from engine.models.torch_ops import attention_scaling, inverse_frequencies
 from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
@@ -24,8 +23,7 @@ class NativeNorm:
 class NativeLayer:
     """One decoder layer.
 
-    `qk_norm` is the address of floats [heads + kv_heads, head_dim]. `out_sum` and `down_sum` complete the outputs of
-    `out` and `down` if the layer is one rank's part.
+    `qk_norm` is the address of floats [heads + kv_heads, head_dim].
     """
 
     input_norm: NativeNorm
@@ -36,8 +34,6 @@ class NativeLayer:
     up: NativeLinear
     down: NativeLinear
     branch_norms: tuple[NativeNorm, NativeNorm] | None
-    out_sum: SummedLinear | None = None
-    down_sum: SummedLinear | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,6 @@ class NativeWeights:
         self.positions = weights.positions
         self.layers = {index: self._layer(weights.layers[index], spec.gated_mlp) for index in kept}
         self.final_norm = self._norm(weights.final_norm)
-        self.is_part = any(each.out_sum is not None for each in self.layers.values())
         self.head = self._linear(weights.head)
         every = (
             self.head,
@@ -89,14 +84,9 @@ class NativeWeights:
             up=self._linear(layer.up, gated),
             down=self._linear(layer.down),
             branch_norms=None if after is None else (self._norm(after[0]), self._norm(after[1])),
-            out_sum=layer.out if isinstance(layer.out, SummedLinear) else None,
-            down_sum=layer.down if isinstance(layer.down, SummedLinear) else None,
         )
 
     def _linear(self, layer: Linear, gated: bool = False) -> NativeLinear:
-        """Return the packed layer; for a divided layer, this rank's part."""
-        if isinstance(layer, SummedLinear):
-            layer = layer.part
         if isinstance(layer, NativeLinear) and layer.gated == gated:
             return layer
         return NativeLinear(self._native, *layer.dense_from(0), gated)

@@ -1,1 +1,0 @@
-"""One model on several ranks: processes with a part of each layer, which take every step together."""
