@@ -30,9 +30,8 @@ from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle
 from gateway.generate.answer_form import choose_format, find_marks
 from gateway.http.errors import ApiError, ErrorBoundary, handle_error
-from gateway.http.keys import KeyStore
+from gateway.http.keys import Admissions, KeyStore
 from gateway.http.middleware import Authentication, BodyLimit, HostGuard, HostNames, RequestIds, origin_pattern
-from gateway.http.quotas import Admissions
 from gateway.models import ModelNames
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder

@@ -21,8 +21,7 @@ from engine.machine.facts import read_processor
 from engine.text.tokenizer import Tokenizer
 from gateway.config import ServerConfig
 from gateway.generate.tool_formats import ToolFormat
-from gateway.http.keys import DEFAULT_TENANT, Key, KeyStore, Tier
-from gateway.http.quotas import Admissions
+from gateway.http.keys import DEFAULT_TENANT, Admissions, Key, KeyStore, Tier
 from gateway.models import ModelNames
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog

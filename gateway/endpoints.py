@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generate.answering import ModelEndpoint
-from gateway.generate.chat import CHAT
-from gateway.generate.completions import COMPLETIONS
+from gateway.generate.completions import CHAT, COMPLETIONS
 from gateway.generate.embeddings import EMBEDDINGS
 from gateway.generate.messages import COUNT_TOKENS, MESSAGES, count_tokens
 from gateway.generate.responses import INPUT_TOKENS, RESPONSES, input_tokens

@@ -24,12 +24,10 @@ from gateway.batch.feeder import RunLine
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.run import BatchLimits
 from gateway.batch.worker import BatchWorker
-from gateway.store.clock import StoreClock
 from gateway.store.disk import Disk
-from gateway.store.folder import StateFolder, open_state
+from gateway.store.folder import Place, StateFolder, find_postgres, open_state
 from gateway.store.objects import BatchJob, FileObject, new_batch_id, new_file_id
-from gateway.store.opening import Place, find_postgres
-from gateway.store.row_store import RowStore
+from gateway.store.row_store import RowStore, StoreClock
 from gateway.store.sqlite import SqliteWriter, open_database
 
 TERMINAL = {"completed", "failed", "expired", "cancelled"}

@@ -10,7 +10,7 @@ from fake_engine import MODEL, colocation_stats
 from engine import __version__
 from engine.api import SamplingDefaults
 from engine.text.tokenizer import Tokenizer
-from gateway.banner import draining_text, listening_text, promise_text, stopped_text
+from gateway.server import draining_text, listening_text, promise_text, stopped_text
 from predictor.slo import SLO
 
 

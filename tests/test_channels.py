@@ -26,8 +26,7 @@ from engine.forms import Grammar, ThoughtMarks
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_form import choose_format, find_marks, form_of, read_form
 from gateway.generate.answer_parser import MAX_HEADER_CHARS, ParsedText, Parsing
-from gateway.generate.tool_decoders import Call
-from gateway.generate.tool_formats import ANALYSIS, FINAL, FORMATS
+from gateway.generate.tool_formats import ANALYSIS, FINAL, FORMATS, Call
 from gateway.generate.wire import ChatCompletionRequest
 
 HARMONY = FORMATS["harmony"]

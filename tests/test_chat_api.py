@@ -413,7 +413,7 @@ async def test_a_bug_is_a_500_that_says_nothing(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret prompt")
 
-    monkeypatch.setattr("gateway.generate.chat.read_form", broken)
+    monkeypatch.setattr("gateway.generate.completions.read_form", broken)
     answer = await post(served, {})
     assert answer.status_code == 500 and "x-request-id" in answer.headers
     assert answer.json()["error"]["code"] == "internal_error"

@@ -36,13 +36,11 @@ from engine.text.tokenizer import Tokenizer
 from gateway.batch.feed import Runs
 from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import TenantExchange
-from gateway.http.keys import KeyStore
-from gateway.http.quotas import Admissions, Load
+from gateway.http.keys import Admissions, KeyStore, Load
 from gateway.store.batch_rows import DEAD_SECONDS
 from gateway.store.disk import StorageError
-from gateway.store.folder import open_state
+from gateway.store.folder import Place, open_state
 from gateway.store.objects import BatchStatus, IllegalTransition, LineRef, LineResult, Usage
-from gateway.store.opening import Place
 from gateway.store.row_store import RowStore, put_keys
 from gateway.store.schema import SHARED
 from gateway.store.sqlite import SqliteWriter, open_database

@@ -13,8 +13,7 @@ from fake_engine import MODEL, Served
 from fixtures import StartServer
 from test_server_limits import Raw, post
 
-from gateway.http.connection import ProtocolLimits
-from gateway.http.connection_limit import RESERVE, STANDING, ConnectionLimit, connections_within
+from gateway.http.connection import RESERVE, STANDING, ConnectionLimit, ProtocolLimits, connections_within
 
 STREAM = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
 PLACES = 6
@@ -85,7 +84,7 @@ def test_descriptors_are_left_for_everything_else(descriptors: int) -> None:
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     code = (
-        "import resource; from gateway.http.connection_limit import raise_descriptor_limit as r; "
+        "import resource; from gateway.http.connection import raise_descriptor_limit as r; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)); print(r(), resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.refusals import check_combinations
 from gateway.config import ServerConfig
 from gateway.server import CLOSE_SECONDS, LAST_SECONDS
-from gateway.store.opening import find_state
+from gateway.store.folder import find_state
 from tidemill.cli import _parser
 from tidemill.flags import flags_of, resolve_configs, unknown_variables
 

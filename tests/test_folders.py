@@ -10,7 +10,7 @@ from engine.build import profile_folder
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.machine.folders import adopt, user_folder
-from gateway.store.opening import state_path
+from gateway.store.folder import state_path
 from tidemill.commands import models
 
 

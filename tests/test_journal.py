@@ -32,9 +32,8 @@ from hypothesis import strategies as st
 
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.finish import Finisher
-from gateway.batch.journal import frame, unframe
 from gateway.batch.line import LineAnswer, LineOrigin
-from gateway.batch.results import RESULT_DAMAGED, intact_parts, is_intact, response_row, unfinished_row
+from gateway.batch.results import RESULT_DAMAGED, frame, intact_parts, is_intact, response_row, unfinished_row, unframe
 from gateway.batch.run import BatchLimits
 from gateway.store.disk import Disk
 from gateway.store.folder import StateFolder

@@ -19,8 +19,7 @@ from gateway.generate.answer_parser import MAX_BLANKS, MAX_CALL_CHARS, OutputDel
 from gateway.generate.answering import INLINE_ANSWER_PARTS, collect
 from gateway.generate.choices import Generation, Used
 from gateway.generate.completions import CompletionLogprobs, chat_logprobs
-from gateway.generate.tool_decoders import MAX_DEPTH, Call, read_calls
-from gateway.generate.tool_formats import FORMATS
+from gateway.generate.tool_formats import FORMATS, MAX_DEPTH, Call, read_calls
 
 CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
 

@@ -29,8 +29,7 @@ from support.lazy import openai
 from engine.errors import ConfigError
 from engine.process import launcher
 from engine.text.tokenizer import Tokenizer
-from gateway.store.folder import open_state
-from gateway.store.opening import MISTAKES, check_free
+from gateway.store.folder import MISTAKES, check_free, open_state
 from gateway.telemetry.request_log import RequestLog
 from tidemill.commands.preflight import check_folder
 
@@ -185,7 +184,7 @@ async def test_a_wrong_path_is_refused_in_one_line(tmp_path: Path, monkeypatch: 
     def flock(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("gateway.store.opening.fcntl.flock", flock)
+    monkeypatch.setattr("gateway.store.folder.fcntl.flock", flock)
     with pytest.raises(ConfigError) as caught:
         await open_folder(tmp_path / "state")
     assert caught.value.message == f"--state-dir {tmp_path / 'state'} cannot be used: {os.strerror(code)}"

@@ -30,11 +30,9 @@ from test_store import NOW, a_batch, a_file
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from gateway.store.bucket import Bucket
-from gateway.store.disk import Disk, StorageError
-from gateway.store.folder import open_state
+from gateway.store.disk import Bucket, Disk, StorageError
+from gateway.store.folder import Place, find_state, open_state
 from gateway.store.objects import BatchStatus, LineRef, LineResult, Usage, new_file_id
-from gateway.store.opening import Place, find_state
 from gateway.store.row_store import RowStore
 from gateway.store.schema import VERSION
 from tidemill.cli import main

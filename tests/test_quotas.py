@@ -25,8 +25,7 @@ from support.lazy import openai
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.http.errors import ApiError
-from gateway.http.keys import load_keys
-from gateway.http.quotas import (
+from gateway.http.keys import (
     TENANT_LIMIT,
     UNLIMITED,
     Admissions,
@@ -35,6 +34,7 @@ from gateway.http.quotas import (
     Load,
     Quota,
     UploadPlaces,
+    load_keys,
     parse_quota,
 )
 

@@ -23,7 +23,7 @@ from engine.errors import InvalidRequestError
 from engine.forms import Grammar, ThoughtMarks
 from engine.structured.compiler import GrammarCompiler
 from gateway.generate.answer_form import form_of, grammar_of, read_form
-from gateway.generate.chat import CHAT
+from gateway.generate.completions import CHAT
 from gateway.generate.grammars import integer_pattern
 from gateway.generate.schemas import BOUNDS, prepared
 from gateway.generate.wire import CompletionRequest

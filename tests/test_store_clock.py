@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from batch_tools import add_batch, add_file, batch_worker, eventually, jsonl, line
 
-from gateway.store.clock import GRACE_SECONDS, JUMP_SECONDS, StoreClock
 from gateway.store.objects import BatchStatus
+from gateway.store.row_store import GRACE_SECONDS, JUMP_SECONDS, StoreClock
 
 DAY, START = 86_400, 2_000_000_000
 

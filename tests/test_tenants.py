@@ -20,7 +20,7 @@ from engine.api import EngineRequest, EngineStats, EngineView, TokenCosts
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.routes import Bill
 from gateway.store.objects import Usage
-from gateway.telemetry.engine_time import EngineTime
+from gateway.telemetry.account import EngineTime
 from gateway.web import routes as web
 from tidemill import cli
 

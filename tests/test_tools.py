@@ -33,8 +33,7 @@ from engine.text.tokenizer import CHANNEL_TOKENS, Tokenizer
 from gateway.generate.answer_form import choose_format
 from gateway.generate.answer_parser import ParsedText, Parsing
 from gateway.generate.grammars import Function, form_rule
-from gateway.generate.tool_decoders import Call
-from gateway.generate.tool_formats import FINAL, FORMATS, find_format
+from gateway.generate.tool_formats import FINAL, FORMATS, Call, find_format
 
 WEATHER = {
     "type": "object",

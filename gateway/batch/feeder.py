@@ -16,9 +16,8 @@ from gateway.batch.cluster import Membership
 from gateway.batch.failures import Cause, LineFailures, cause_of, kind_of, retry_after
 from gateway.batch.feed import FinishedLine, Job, Runs
 from gateway.batch.finish import INPUT_LOST
-from gateway.batch.journal import ResultWriter
 from gateway.batch.line import LineAnswer, LineOrigin
-from gateway.batch.results import read_envelopes, response_row, unfinished_row
+from gateway.batch.results import ResultWriter, read_envelopes, response_row, unfinished_row
 from gateway.batch.run import BatchRun, in_thread
 from gateway.http.errors import log_unexpected, to_api_error
 from gateway.store.disk import UnreadableError

@@ -36,7 +36,7 @@ from gateway.context import context_of, tenant_of
 from gateway.generate.answering import check_encoding
 from gateway.generate.validation import StrictBody
 from gateway.http.errors import ApiError
-from gateway.http.quotas import limit_reached
+from gateway.http.keys import limit_reached
 from gateway.http.sse import run_while_connected
 from gateway.store.disk import DiskFile, StorageError, UnreadableError, read_errors
 from gateway.store.objects import FILE_ID, FileInUse, FileObject, StorageQuota, UnknownCursor, new_file_id

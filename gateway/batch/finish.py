@@ -7,12 +7,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from gateway.batch.input import InputReport, check_apart
-from gateway.batch.journal import JournalReader
-from gateway.batch.results import ResultBuilder
+from gateway.batch.results import JournalReader, ResultBuilder
 from gateway.batch.run import BatchRun, in_thread, to_end
 from gateway.generate.answering import at_half_speed
 from gateway.http.errors import MESSAGES_PATH
-from gateway.http.quotas import TENANT_LIMIT
+from gateway.http.keys import TENANT_LIMIT
 from gateway.models import ModelNames
 from gateway.store.disk import StorageError, UnreadableError, read_errors
 from gateway.store.objects import (

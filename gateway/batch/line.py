@@ -24,7 +24,7 @@ from gateway.generate.params import GenerationPlan
 from gateway.http.errors import to_api_error
 from gateway.http.json_text import load_json
 from gateway.store.objects import Usage
-from gateway.telemetry.engine_time import EngineTime
+from gateway.telemetry.account import EngineTime
 
 INLINE_LINE = 8 * 1024
 """Maximum bytes of a line that is validated on the event loop (0.1 ms): a thread hop would cost more."""

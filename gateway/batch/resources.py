@@ -13,7 +13,7 @@ from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import TenantExchange
 from gateway.batch.worker import BatchWorker
 from gateway.http.errors import ApiError
-from gateway.http.quotas import UploadPlaces
+from gateway.http.keys import UploadPlaces
 from gateway.store.folder import StateFolder
 from gateway.store.objects import Page
 

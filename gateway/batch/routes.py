@@ -29,7 +29,7 @@ from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import read_json
 from gateway.generate.validation import StrictBody, at_most, parse_json, validate
 from gateway.http.errors import ApiError
-from gateway.http.quotas import limit_reached
+from gateway.http.keys import limit_reached
 from gateway.http.sse import EventStream, event
 from gateway.store.disk import StorageError
 from gateway.store.objects import (
@@ -45,8 +45,7 @@ from gateway.store.objects import (
     WrongPurpose,
     new_batch_id,
 )
-from gateway.telemetry.account import Account
-from gateway.telemetry.engine_time import EngineTime
+from gateway.telemetry.account import Account, EngineTime
 
 router = APIRouter()
 

@@ -8,10 +8,9 @@ from typing import TypeVar
 from anyio import to_thread
 
 from gateway.batch.feed import FeedOrder, Job, Window
-from gateway.store.clock import StoreClock
 from gateway.store.disk import StorageError, StorageHealth
 from gateway.store.folder import StateFolder
-from gateway.store.row_store import RowStore
+from gateway.store.row_store import RowStore, StoreClock
 
 ResultT = TypeVar("ResultT")
 

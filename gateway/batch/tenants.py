@@ -14,8 +14,7 @@ from engine.panics import as_error
 from engine.refusals import is_loopback
 from gateway.context import is_operator, tenant_of
 from gateway.http.errors import ApiError, log_unexpected
-from gateway.http.keys import KeyStore
-from gateway.http.quotas import IDLE, Admissions, Division
+from gateway.http.keys import IDLE, Admissions, Division, KeyStore
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, FileObject, Holdings, Usage

@@ -20,16 +20,16 @@ from gateway.batch.feed import FinishedLine, Job, Leases, LineSizes, Runs
 from gateway.batch.feeder import LineFeeder, RunLine
 from gateway.batch.finish import Finisher
 from gateway.batch.forecast import Forecast, LaneUpdater
-from gateway.batch.journal import ResultWriter
 from gateway.batch.line import read_head
+from gateway.batch.results import ResultWriter
 from gateway.batch.run import BatchLimits, BatchRun, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.models import ModelNames
 from gateway.store.batch_rows import Beat
-from gateway.store.clock import StoreClock
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
 from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, IllegalTransition
+from gateway.store.row_store import StoreClock
 
 EXPIRED_FILES = 1000
 

@@ -24,7 +24,6 @@ from gateway.generate.answer_parser import Parsing
 from gateway.generate.grammars import Function, Lark, form_rule, quoted
 from gateway.generate.history import arguments_text
 from gateway.generate.schemas import prepared, rounds_numbers
-from gateway.generate.tool_decoders import checked_call
 from gateway.generate.tool_formats import (
     ANALYSIS,
     END,
@@ -34,6 +33,7 @@ from gateway.generate.tool_formats import (
     START,
     THINK,
     ToolFormat,
+    checked_call,
     find_format,
 )
 from gateway.generate.wire import (

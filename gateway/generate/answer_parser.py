@@ -14,7 +14,6 @@ from engine.api import TokenLogprobs
 from engine.forms import ThoughtMarks
 from engine.text.thoughts import ThoughtTracker
 from gateway.generate.grammars import Function
-from gateway.generate.tool_decoders import Call
 from gateway.generate.tool_formats import (
     CHANNEL,
     END,
@@ -23,6 +22,7 @@ from gateway.generate.tool_formats import (
     START,
     STOPS,
     THINK,
+    Call,
     ToolFormat,
     decode_channel,
 )

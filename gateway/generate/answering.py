@@ -33,7 +33,7 @@ from gateway.generate.params import Caller, GenerationPlan, promise_of
 from gateway.generate.validation import JsonPost
 from gateway.generate.wire import ModelBody
 from gateway.http.errors import ApiError, log_unexpected, to_api_error
-from gateway.http.quotas import Admissions, AdmissionSlot
+from gateway.http.keys import Admissions, AdmissionSlot
 from gateway.http.sse import EventStream, run_while_connected
 from gateway.models import Model
 from predictor.slo import parse_slo

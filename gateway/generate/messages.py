@@ -17,7 +17,7 @@ from gateway.generate.answer_parser import OutputDelta
 from gateway.generate.answering import ModelEndpoint, run_by_size
 from gateway.generate.history import arguments_text, readable_turns
 from gateway.generate.params import GenerationPlan
-from gateway.generate.tool_decoders import Call
+from gateway.generate.tool_formats import Call
 from gateway.generate.translation import Conversation, Translation, count_prompt, plan_translated, text_of, tool_fields
 from gateway.generate.validation import EXTRA_BODY, ClientObject, JsonPost, Refused, Unhonoured, told_in, validate
 from gateway.generate.wire import (

@@ -20,7 +20,7 @@ from gateway.generate.answering import ModelEndpoint, run_by_size
 from gateway.generate.completions import chat_logprobs
 from gateway.generate.history import readable_items
 from gateway.generate.params import GenerationPlan
-from gateway.generate.tool_decoders import Call
+from gateway.generate.tool_formats import Call
 from gateway.generate.translation import Conversation, Translation, count_prompt, plan_translated, text_of, tool_fields
 from gateway.generate.validation import (
     EXTRA_BODY,

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from engine.errors import InvalidRequestError
 from gateway.context import GatewayContext, context_of
 from gateway.generate.answering import choose_model, read_body, run_text_work
-from gateway.generate.chat import prompt_ids
+from gateway.generate.completions import prompt_ids
 from gateway.generate.params import check_texts
 from gateway.generate.validation import UNHONOURED, JsonPost, parse_json
 from gateway.generate.wire import ChatCompletionRequest, ModelBody, TokenId

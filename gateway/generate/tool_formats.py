@@ -8,10 +8,24 @@ A message is `<|start|>` header `<|message|>` text `<|end|>`. The header names t
 the recipient, e.g. `assistant<|channel|>commentary to=functions.NAME <|constrain|>json`. The prompt ends with
 `<|start|>assistant`; `<|return|>` or `<|call|>` end the answer. The channel `analysis` holds reasoning, `final` the
 answer, and `commentary` calls and texts before calls. Source: docs/format.md in the repository openai/harmony.
+
+Arguments keep the model's own spelling, so that numbers of any size stay exact. Decoders turn the text between the
+marks into names and arguments in linear time; they raise ValueError for a text that contains no calls.
+
+Calls in Python syntax, `[name(key=value, ...), ...]`, are converted without executing anything. Python's own parser
+takes more than linear time for hostile text.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+import json
+import keyword
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import orjson
 
 from gateway.generate.grammars import (
     GEMMA,
@@ -24,22 +38,376 @@ from gateway.generate.grammars import (
     LiteralCall,
     XmlCall,
     XmlSyntax,
+    is_text,
 )
-from gateway.generate.tool_decoders import (
-    Call,
-    SplitDecoder,
-    XmlDecoder,
-    checked_call,
-    decode_gemma,
-    decode_json,
-    decode_llama,
-    decode_mistral,
-    decode_phi4,
-    decode_pythonic,
-    read_fenced,
-    read_numbered,
-    read_plain,
+from gateway.generate.schemas import KINDS, kinds_of
+
+
+class Call(NamedTuple):
+    """A tool call; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class _JsonCall(msgspec.Struct):
+    """A call as JSON. `arguments` or `parameters` is an object, or an object as text."""
+
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+
+_CALL = msgspec.json.Decoder(_JsonCall)
+_CALLS = msgspec.json.Decoder(list[_JsonCall])
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_TEXT = msgspec.json.Decoder(str)
+_VALUE = msgspec.json.Decoder(msgspec.Raw)
+_SCANNER = json.JSONDecoder(parse_int=str, parse_float=str)
+_SEPARATOR = re.compile(r"\s*;?\s*")
+
+
+def _read(decoder: msgspec.json.Decoder[Any], text: str) -> Any:
+    """Parse JSON; a `Raw` is checked but not converted. Raises ValueError."""
+    try:
+        return decoder.decode(text)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError("not JSON of this form") from error
+
+
+def checked_call(name: str, arguments: str) -> Call:
+    """Return a call. Raises ValueError if the arguments are not a JSON object."""
+    _read(_OBJECT, arguments)
+    return Call(name, arguments)
+
+
+def _from_json(call: _JsonCall) -> Call:
+    arguments = bytes(call.arguments or call.parameters).decode() or "{}"
+    return checked_call(call.name, _read(_TEXT, arguments) if arguments.startswith('"') else arguments)
+
+
+def decode_json(text: str, _functions: Mapping[str, Function]) -> list[Call]:
+    """Decode {"name": ..., "arguments": {...}}, or a list of them."""
+    calls = _read(_CALLS, text) if text.lstrip().startswith("[") else [_read(_CALL, text)]
+    return [_from_json(call) for call in calls]
+
+
+def decode_llama(text: str, _functions: Mapping[str, Function]) -> list[Call]:
+    """Decode JSON calls with semicolons or white space between them."""
+    calls, at = [], 0
+    while at < len(text):
+        try:
+            _, end = _SCANNER.raw_decode(text, at)
+        except RecursionError as error:
+            raise ValueError("too deep") from error
+        calls.append(_from_json(_read(_CALL, text[at:end])))
+        between = _SEPARATOR.match(text, end)
+        at = between.end() if between else end
+    return calls
+
+
+def decode_mistral(text: str, functions: Mapping[str, Function]) -> list[Call]:
+    """Decode a JSON list, or name[ARGS]{...} of newer models, separated by the mark."""
+    if "[ARGS]" not in text:
+        return decode_json(text, functions)
+    parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]") if part.strip()]
+    return [checked_call(name.strip().partition("[CALL_ID]")[0], arguments.strip()) for name, _, arguments in parts]
+
+
+def decode_phi4(text: str, functions: Mapping[str, Function]) -> list[Call]:
+    return decode_json(text.strip().removesuffix("<|/tool_call|>"), functions)
+
+
+def decode_pythonic(text: str, _functions: Mapping[str, Function]) -> list[Call]:
+    """Decode [name(key=value, ...), ...]."""
+    return [checked_call(name, arguments) for name, arguments in read_calls(text)]
+
+
+class SplitDecoder:
+    """Decode `begin` head `middle` rest `end` calls. `read` converts head and rest to a name and arguments."""
+
+    def __init__(self, begin: str, middle: str, end: str, read: Callable[[str, str], tuple[str, str]]) -> None:
+        self._begin, self._middle, self._end, self._read = begin, middle, end, read
+
+    def __call__(self, text: str, _functions: Mapping[str, Function]) -> list[Call]:
+        before, *parts = text.split(self._begin)
+        if before.strip():
+            raise ValueError("text before the calls")
+        split = [part.strip().removesuffix(self._end).partition(self._middle) for part in parts]
+        return [checked_call(*self._read(head, rest.strip())) for head, _, rest in split]
+
+
+def read_plain(head: str, rest: str) -> tuple[str, str]:
+    return head, rest
+
+
+def read_fenced(_head: str, rest: str) -> tuple[str, str]:
+    """Read a name and arguments in a code block."""
+    name, _, arguments = rest.partition("\n```json\n")
+    return name, arguments.removesuffix("```").strip()
+
+
+def read_numbered(head: str, rest: str) -> tuple[str, str]:
+    """Read the name from an id, functions.NAME:NUMBER."""
+    return head.removeprefix("functions.").rpartition(":")[0], rest
+
+
+class XmlDecoder:
+    """Decode XML-like calls. The function's schema determines the types of values.
+
+    Linear time: every search continues where the last one ended."""
+
+    def __init__(self, syntax: XmlSyntax) -> None:
+        self._end, self._close, self._pad = syntax.end, syntax.close, syntax.pad
+        self._call = re.compile(rf'\s*{re.escape(syntax.call)}([^<>"\n]+){re.escape(syntax.named)}')
+        self._next = re.compile("|".join(map(re.escape, filter(None, (syntax.key, syntax.close)))))
+        self._value = re.compile(r"\s*".join(map(re.escape, syntax.value.split("\n"))) + "|\n")
+
+    def __call__(self, text: str, functions: Mapping[str, Function]) -> list[Call]:
+        calls: list[Call] = []
+        at, last = 0, text.rfind(self._end)
+        while (found := self._call.match(text, at)) is not None:
+            name = found[1].strip()
+            values, at = self._arguments(text, found.end(), last)
+            function = functions.get(name)
+            parameters = function.parameters if function else {}
+            properties = parameters.get("properties")
+            types = properties if isinstance(properties, dict) else {}
+            pairs = [f"{json.dumps(key)}: {_typed(value, types.get(key), parameters)}" for key, value in values.items()]
+            calls.append(checked_call(name, f"{{{', '.join(pairs)}}}"))
+        if text[at:].strip():
+            raise ValueError("not a call")
+        return calls
+
+    def _arguments(self, text: str, at: int, last: int) -> tuple[dict[str, str], int]:
+        """Read the arguments of a call; return them and the end of the call. After `last`, the position of the last end
+        mark, a value ends with its call."""
+        values: dict[str, str] = {}
+        while (mark := self._next.search(text, at)) is not None:
+            begin = mark.end()
+            if mark[0] == self._close:
+                return values, begin
+            named = self._value.search(text, begin)
+            if named is None:
+                raise ValueError("an argument without a value")
+            at = named.end()
+            key = text[begin : named.start()]
+            if named[0] == "\n" or not key:
+                continue
+            ending = self._end if at <= last else self._close
+            end = text.find(ending, at) if ending else -1
+            if end < 0:
+                raise ValueError("an incomplete value")
+            values[key] = text[at:end].removeprefix(self._pad).removesuffix(self._pad)
+            at = end + (len(ending) if at <= last else 0)
+        return values, len(text)
+
+
+def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """Return a value as JSON: JSON or a Python literal of a type that the schema admits, else a string."""
+    if is_text(schema):
+        return orjson.dumps(value).decode()
+    kinds = kinds_of(schema, root)
+    found = value if _is_json(value) else None if kinds == KINDS else _python_literal(value)
+    if found is None or ("string" in kinds and not _is_of(found.strip(), kinds)):
+        return orjson.dumps(value).decode()
+    return found
+
+
+def _is_json(text: str) -> bool:
+    try:
+        _read(_VALUE, text)
+    except ValueError:
+        return False
+    return True
+
+
+def _python_literal(text: str) -> str | None:
+    try:
+        ((_, arguments),) = read_calls(f"[f(v={text})]")
+        values = _read(_OBJECT, arguments)
+    except ValueError:
+        return None
+    return bytes(values["v"]).decode() if values.keys() == {"v"} else None
+
+
+def _is_of(text: str, kinds: frozenset[str]) -> bool:
+    """Return whether a JSON value is of one of the kinds."""
+    names = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+    return names.get(text[0], "number") in kinds
+
+
+_GEMMA_QUOTES = ('<|"|>', "<escape>")
+_GEMMA_CALL = re.compile(r"call:(?P<name>[\w.-]+)(?P<arguments>\{.*\})", re.DOTALL)
+_GEMMA_KEY = re.compile(r"([{,]\s*)([A-Za-z_$][\w$.-]*)\s*:")
+
+
+def decode_gemma(text: str, _functions: Mapping[str, Function]) -> list[Call]:
+    """Decode call:name{key:value, ...}: JSON with unquoted names and special marks around strings."""
+    found = _GEMMA_CALL.fullmatch(text.strip())
+    if found is None:
+        raise ValueError("not a call")
+    parts = re.split("|".join(map(re.escape, _GEMMA_QUOTES)), found["arguments"])
+    written = [
+        orjson.dumps(part).decode() if number % 2 else _GEMMA_KEY.sub(r'\1"\2":', part)
+        for number, part in enumerate(parts)
+    ]
+    return [checked_call(found["name"], "".join(written))]
+
+
+MAX_DEPTH = 100  # nested lists and dictionaries
+_TOKEN = re.compile(
+    r"""\s*+(?:
+    (?P<text>[rRuU]?(?:'[^'\\\n]*+(?:\\.[^'\\\n]*+)*+'|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"))
+    |(?P<number>[-+]?\s*+(?:0[xXoObB]\w++|(?:[0-9][0-9_]*+(?:\.[0-9_]*+)?|\.[0-9][0-9_]*+)(?:[eE][-+]?[0-9][0-9_]*+)?))
+    |(?P<name>[^\W\d]\w*+)
+    |(?P<mark>[][(){}=,:.])
+    |(?P<end>\Z))""",
+    re.DOTALL | re.VERBOSE,
 )
+_DECIMAL = re.compile(r"(-?)([0-9]*)(?:(\.)([0-9]*))?([eE][-+]?[0-9]+)?")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_Item = TypeVar("_Item")
+
+
+def read_calls(text: str) -> list[tuple[str, str]]:
+    """Return names and arguments of the calls, the arguments as JSON. Raises ValueError for any other text."""
+    reader = _Reader(text)
+    reader.expect("[")
+    calls = reader.items("]", reader.call)
+    if reader.kind != "end":
+        raise ValueError("text after the calls")
+    return calls
+
+
+class _Reader:
+    """Recursive descent parser with one token of lookahead."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._end = 0
+        self.kind: str | None = ""
+        self.token = ""
+        self._next()
+
+    def _next(self) -> None:
+        found = _TOKEN.match(self._text, self._end)
+        if found is None:
+            raise ValueError("not a Python literal")
+        self.kind, self._end = found.lastgroup, found.end()
+        self.token = found[self.kind or 0]
+
+    def _take(self, kind: str) -> str:
+        if self.kind != kind:
+            raise ValueError(f"expected a {kind}")
+        token = self.token
+        self._next()
+        return token
+
+    def _is(self, mark: str) -> bool:
+        return self.kind == "mark" and self.token == mark
+
+    def expect(self, mark: str) -> None:
+        if not self._is(mark):
+            raise ValueError(f"expected {mark}")
+        self._next()
+
+    def items(self, closing: str, item: Callable[[], _Item]) -> list[_Item]:
+        """Parse items separated by commas, with an optional trailing comma."""
+        found: list[_Item] = []
+        while not self._is(closing):
+            found.append(item())
+            if not self._is(closing):
+                self.expect(",")
+        self._next()
+        return found
+
+    def call(self) -> tuple[str, str]:
+        parts = [self._name()]
+        while self._is("."):
+            self._next()
+            parts.append(self._name())
+        self.expect("(")
+        return ".".join(parts), _object(self.items(")", self._argument))
+
+    def _name(self) -> str:
+        name = self._take("name")
+        if keyword.iskeyword(name):
+            raise ValueError("a Python keyword as a name")
+        return name
+
+    def _argument(self) -> tuple[str, str]:
+        name = self._name()
+        self.expect("=")
+        return json.dumps(name, ensure_ascii=False), self._value(MAX_DEPTH)
+
+    def _value(self, depth: int) -> str:
+        """Parse a value; return it as JSON."""
+        if self.kind == "text":
+            return self._texts()
+        if self.kind == "number":
+            return _number(self._take("number"))
+        if self.kind == "name" and self.token in _WORDS:
+            return _WORDS[self._take("name")]
+        if self.kind != "mark" or self.token not in "[({" or depth == 0:
+            raise ValueError("expected a value")
+        return self._container(self._take("mark"), depth - 1)
+
+    def _container(self, opening: str, depth: int) -> str:
+        if opening == "[":
+            return _list(self.items("]", lambda: self._value(depth)))
+        if opening == "{":
+            return _object(self.items("}", lambda: self._pair(depth)))
+        if self._is(")"):
+            return _list(self.items(")", lambda: self._value(depth)))
+        first = self._value(depth)
+        if self._is(")"):  # parentheses around a value
+            self._next()
+            return first
+        self.expect(",")
+        return _list([first, *self.items(")", lambda: self._value(depth))])
+
+    def _pair(self, depth: int) -> tuple[str, str]:
+        name = self._texts()
+        self.expect(":")
+        return name, self._value(depth)
+
+    def _texts(self) -> str:
+        """Parse a string; adjacent string literals are concatenated."""
+        parts = [_text(self._take("text"))]
+        while self.kind == "text":
+            parts.append(_text(self._take("text")))
+        return json.dumps("".join(parts), ensure_ascii=False)
+
+
+def _text(token: str) -> str:
+    if token[0] in "'\"" and "\\" not in token:
+        return token[1:-1]
+    try:
+        value: str = ast.literal_eval(token)
+    except SyntaxError as error:
+        raise ValueError("invalid string") from error
+    return value
+
+
+def _list(values: Iterable[str]) -> str:
+    return f"[{', '.join(values)}]"
+
+
+def _object(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return a JSON object; of equal names the last one counts."""
+    return f"{{{', '.join(f'{name}: {value}' for name, value in dict(pairs).items())}}}"
+
+
+def _number(token: str) -> str:
+    """Return a number as JSON with all its digits."""
+    digits = "".join(token.split()).removeprefix("+").replace("_", "")
+    found = _DECIMAL.fullmatch(digits)
+    if found is None:
+        return str(int(digits, 0))
+    sign, whole, point, fraction, exponent = found.groups("")
+    return sign + (whole.lstrip("0") or "0") + (f".{fraction or 0}" if point else "") + exponent
+
 
 THINK, END_THINK = "<think>", "</think>"
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"

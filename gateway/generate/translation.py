@@ -16,7 +16,7 @@ from starlette.responses import Response
 from engine.errors import InvalidRequestError
 from gateway.context import GatewayContext, context_of
 from gateway.generate.answering import BodyT, read_body
-from gateway.generate.chat import plan_chat, prompt_ids
+from gateway.generate.completions import plan_chat, prompt_ids
 from gateway.generate.params import GenerationPlan
 from gateway.generate.validation import JsonPost, told_in
 from gateway.generate.wire import ChatCompletionRequest, ChatMessage, FunctionCall, ToolCall

@@ -3,15 +3,22 @@
 Every method is one transaction, which is durable when it returns. All methods raise StorageError if the disk fails.
 Then nothing has changed, but with `in_doubt` the change may still appear after a crash until `settle` or another
 change succeeds. Additions are idempotent; repeating a change of a batch's state raises IllegalTransition.
+
+`StoreClock` is the time of files and batches. Servers that share a database use its clock. A server alone uses the
+system's, which may jump: an hour of grace precedes every deletion by a clock that differs by more than a day from the
+newest time in the database, or from the time that has passed since.
 """
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from gateway.http.quotas import Load
+from gateway.http.keys import Load
 from gateway.store.batch_rows import ELSEWHERE, BatchRows, LeaseRows, ServerRows
 from gateway.store.objects import TERMINAL, UNFINISHED, Holdings, Notice, Usage
 from gateway.store.rows import UNFINISHED_STATES, FileRows, owned, read_batch_row, repair_batch
@@ -243,3 +250,59 @@ class RowStore(FileRows, BatchRows, LeaseRows, TenantRows, NoticeRows, RecoveryR
     def close_now(self) -> None:
         """Wait for queued work, and close. Blocking."""
         self._writer.close()
+
+
+log = logging.getLogger("tidemill.gateway")
+
+JUMP_SECONDS = 86_400
+"""Smaller differences are followed at once."""
+GRACE_SECONDS = 3600
+
+
+class StoreClock:
+    """Args:
+
+    wall: the system's clock in Unix seconds.
+    elapsed: a clock in seconds that no one sets.
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.time, elapsed: Callable[[], float] = time.monotonic) -> None:
+        self._wall = wall
+        self._elapsed = elapsed
+        self._database: float | None = None  # its time at `elapsed` 0
+        self._trusted: float | None = None  # a time that was right at `elapsed` 0
+        self._doubted_since: float | None = None
+
+    def now(self) -> int:
+        """Return the time for new objects and records."""
+        return int(self._wall() if self._database is None else self._database + self._elapsed())
+
+    def follow(self, database_now: float) -> None:
+        """Use the clock of the database, which shows `database_now`, from now on."""
+        self._database = database_now - self._elapsed()
+
+    def begin(self, newest: int | None) -> None:
+        """Compare the clock with the newest time in the database; None: it is empty."""
+        self._trusted = (self.now() if newest is None else newest) - self._elapsed()
+        self.expiry_now()
+
+    def expiry_now(self) -> int:
+        """Return the time that decides which files and batches have expired; 0, at which none has, before `begin`."""
+        if self._trusted is None:
+            return 0
+        now, elapsed = self.now(), self._elapsed()
+        expected = self._trusted + elapsed
+        if abs(now - expected) > JUMP_SECONDS:
+            if self._doubted_since is None:
+                self._doubted_since = elapsed
+                text = "the clock shows %s, not about %s: nothing expires by it for an hour; correct it if it is wrong"
+                log.error(text, _text(now), _text(expected))
+            if elapsed - self._doubted_since < GRACE_SECONDS:
+                return int(min(now, expected))
+            log.warning("the clock has shown the time around %s for an hour and is used from now on", _text(now))
+        self._trusted, self._doubted_since = now - elapsed, None
+        return now
+
+
+def _text(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -2,6 +2,9 @@
 
 They contain token counts and times, but no tokens or texts. Output times are on the engine's clock; `clock` only
 measures how long a client has waited since the last output.
+
+The engine time of a request is set once when it ends, for bills. A request is charged the predicted time of its tokens,
+but all requests together no more than the time that the engines have had. Later predictions do not change a charge.
 """
 
 import time
@@ -9,7 +12,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes
+from engine.api import EngineRequest, EngineStats, FinishReason, RequestOutput, RequestTimes
 
 CLIENT_LEFT = 499
 """Status of a response whose client disconnected."""
@@ -101,3 +104,33 @@ class Account:
         now = self.clock()
         self.finish, self.status = finish, status
         self.seconds, self.quiet = now - self._begun, now - self._last_seen
+
+
+CARRY_SECONDS = 600.0
+"""Time of an engine that requests may be charged for later, because many end together after a long run."""
+
+
+class EngineTime:
+    """Args:
+
+    stats: current statistics of the engines, with the predicted cost of tokens.
+    clock: monotonic, in seconds.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic) -> None:
+        self._stats = stats
+        self._clock = clock
+        self._looked_at = clock()
+        self._uncharged = 0.0
+
+    def charge(self, computed_tokens: int, output_tokens: int) -> int:
+        """Return the engine time in microseconds of a request that ended; 0 without a latency model."""
+        stats, now = self._stats(), self._clock()
+        engines = max(1, len(stats.engines))  # the costs are those of all engines side by side
+        passed = engines * (now - self._looked_at)
+        self._uncharged, self._looked_at = min(self._uncharged + passed, CARRY_SECONDS * engines), now
+        if stats.token_costs is None:
+            return 0
+        micros = int(min(engines * stats.token_costs.of(computed_tokens, output_tokens), self._uncharged) * 1e6)
+        self._uncharged -= micros / 1e6
+        return micros

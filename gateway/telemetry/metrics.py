@@ -22,9 +22,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.api import EngineClient, EngineStats, FinishReason, RequestClass
-from gateway.telemetry.account import Account
+from gateway.telemetry.account import Account, EngineTime
 from gateway.telemetry.engine_metrics import EngineCollector
-from gateway.telemetry.engine_time import EngineTime
 from predictor.slo import nearest_rank
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

@@ -74,21 +74,20 @@ def _check_server(config: ServerConfig, classes: Sequence[str]) -> None:
     from engine.text.tokenizer import read_template
     from gateway.batch.notices import read_target
     from gateway.server import bind
-    from gateway.store import opening
-    from gateway.store.bucket import Bucket
-    from gateway.store.disk import Disk
+    from gateway.store.disk import Bucket, Disk
+    from gateway.store.folder import check_free, find_postgres, find_state
     from gateway.telemetry import request_log, tracing
 
     if config.ray and find_spec("ray") is None:
         raise ConfigError(f"--ray needs ray; run {install_command('ray')}")
     bind(config.host, config.port).close()
-    place = opening.find_state(config.state_dir)
+    place = find_state(config.state_dir)
     if place.database is not None:
-        opening.find_postgres()
+        find_postgres()
     if place.objects is not None:
         Bucket(place.objects, Disk())
     check_folder("--state-dir", place.folder, faults_pass=True)
-    opening.check_free(place.folder)
+    check_free(place.folder)
     _check_keys(config, classes)
     if config.chat_template is not None:
         read_template(config.chat_template)
@@ -180,7 +179,7 @@ def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[st
 
 
 def _server_findings(config: ServerConfig, name: str) -> dict[str, FlagValue]:
-    from gateway.store.opening import state_path
+    from gateway.store.folder import state_path
 
     return {
         "served_model_name": FlagValue((name,), "the model"),

@@ -28,7 +28,7 @@ DEMO_NAME = "tidemill-demo"
 
 def serve(arguments: argparse.Namespace) -> int:
     """Serve, or report what a start would do with --dry-run, and return the exit code."""
-    from gateway.store.opening import find_state
+    from gateway.store.folder import find_state
     from tidemill.commands import preflight
 
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
@@ -42,7 +42,7 @@ def serve(arguments: argparse.Namespace) -> int:
         origins = given(arguments, [EngineConfig, ServerConfig])
         return preflight.run(origins, engine_config, server_config, model_name(engine_config))
     start = _Start()
-    from gateway.http.connection_limit import raise_descriptor_limit
+    from gateway.http.connection import raise_descriptor_limit
     from gateway.store.folder import open_state
 
     raise_descriptor_limit()  # the engine inherits it

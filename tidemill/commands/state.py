@@ -14,10 +14,18 @@ from typing import Any
 from engine import flight
 from engine.errors import ConfigError
 from gateway.http.keys import KeyRing, parse_lines, read_lines
-from gateway.store.bucket import Bucket
-from gateway.store.disk import Disk, StorageError, cause_of
-from gateway.store.folder import PART_NAME
-from gateway.store.opening import DATABASE, MOVED, Opening, Place, find_postgres, find_state, holder, state_path
+from gateway.store.disk import Bucket, Disk, StorageError, cause_of
+from gateway.store.folder import (
+    DATABASE,
+    MOVED,
+    PART_NAME,
+    Opening,
+    Place,
+    find_postgres,
+    find_state,
+    holder,
+    state_path,
+)
 from gateway.store.row_store import put_keys
 from gateway.store.writer import RowConnection
 
