@@ -128,14 +128,6 @@ def test_ragged_steps_equal_the_reference(shape: tuple[int, int, int], dtype: to
         )
 
 
-def test_a_long_chunk_in_pieces_behind_a_past() -> None:
-    torch.manual_seed(4)
-    bench = Bench(4, 2, 16, torch.float32, num_rows=2, max_len=700)
-    bench.step({0: 300, 1: 64})
-    bench.step({0: 131, 1: 257})
-    bench.step({0: 1, 1: 129})
-
-
 def test_one_long_context_does_not_pad_the_short_ones() -> None:
     rows = table(17, 8192, 16)
     chunks = np.array([[row, 100 + row, 1, 1] for row in range(16)] + [[16, 8000, 1, 1]], dtype=np.int64)
@@ -155,13 +147,6 @@ def test_decodes_come_in_few_groups_whatever_the_contexts() -> None:
     padded = sum(int(blocks[first]) * (last - first) for first, last in batch.groups)
     assert len(batch.groups) <= 20
     assert padded <= 1.15 * blocks.sum()
-
-
-def test_the_zero_unit_is_never_written() -> None:
-    bench = Bench(4, 2, 16, torch.float32)
-    bench.step({0: 5, 1: 100, 2: 3})
-    bench.step({0: 1, 1: 1, 2: 1})
-    assert not bench.pool.slices[bench.pool.zero_unit * LAYERS :].any()
 
 
 def test_a_poisoned_request_disturbs_nobody() -> None:

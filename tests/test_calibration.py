@@ -1,13 +1,11 @@
 """The latency profile: measured on a runner, kept, read again, refused when damaged or foreign."""
 
-import json
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from driver import Driver, make_request
 from fakes.runner import FakeRunner, features_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +14,7 @@ from tiny_models import llama_config
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, Tier
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
-from engine.limits import Limits, SchedulerConfig
-from engine.machine.facts import memcpy_rate
+from engine.limits import Limits
 from engine.models.decoder import Decoder
 from engine.models.spec import spec_from_config
 from engine.models.weights import DummyTensors, build_weights
@@ -68,23 +65,6 @@ def test_a_sweep_finds_what_adapters_cost() -> None:
     assert seen == {0, 1, 2, 3}
     assert model.adapters == pytest.approx(0.003, rel=0.05) and model.adapted_tokens == pytest.approx(5e-5, rel=0.1)
     assert measure_profile(TimedRunner(), LIMITS, 50, KEY, seconds=0.5).model.adapters == 0.0
-
-
-def test_a_real_runner_is_idle_again_afterwards() -> None:
-    class Lenient(FakeRunner):
-        def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-            if output.step_id < 10_000 and not self.serving:
-                return ModelRunnerOutput(output.step_id, [1] * len(output.chunks), None, 0.01)
-            return super()._execute(output)
-
-        serving = False
-
-    runner = Lenient(block_size=16, vocab_size=50)
-    measure_profile(runner, LIMITS, 50, KEY, seconds=0.1)
-    runner.serving = True
-    driver = Driver(runner, SchedulerConfig(num_units=400, max_model_len=256))
-    driver.add(make_request("a", range(20), 5))
-    driver.run()
 
 
 def test_measured_once_then_read(tmp_path: Path) -> None:
@@ -210,15 +190,6 @@ def test_cache_costs_are_recovered_and_charged_by_the_model() -> None:
     )
 
 
-def test_what_does_not_grow_with_the_tokens_is_measured_apart() -> None:
-    """One size would have charged half as much again for a token at 1,024 tokens, and five times as much at 128."""
-    costs = measure_cache_costs(HybridRunner(), LIMITS, TIERS)
-    assert costs.run_hidden_step == pytest.approx(RUN_HIDDEN_STEP)
-    assert costs.restore_step == pytest.approx(RESTORE_STEP)
-    assert costs.rho(1000) == pytest.approx(RUN_HIDDEN + RUN_HIDDEN_STEP / 1000)
-    assert NOT_MEASURED.rho(1000) == 0.0
-
-
 @given(st.integers(1, 500), st.integers(1, 2000), st.floats(0.0, 1e-2), st.floats(1e-9, 1e-4), st.floats(-2e-3, 2e-3))
 def test_the_line_through_two_sizes(few: int, more: int, fixed: float, token: float, error: float) -> None:
     """Exact where the law is one; else the nearest that is possible, and never below what a token costs at least."""
@@ -337,20 +308,6 @@ def test_more_tokens_than_a_context_run_from_hidden_state_in_several_rows(seqs: 
 def test_costs_that_cannot_be_are_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="above zero"):
         CacheCosts(swap_in=seconds)
-
-
-def test_memory_is_copied_at_a_rate_that_can_be() -> None:
-    assert 1e6 < memcpy_rate(1 << 16) < 1e13
-
-
-def test_cache_costs_are_kept_in_the_profile(tmp_path: Path) -> None:
-    """Each by its name in the file, and as a coefficient of the latency model."""
-    kept = load_or_measure(tmp_path, HybridRunner(), LIMITS, 50, KEY, 0.5, lambda _line: None, TIERS)
-    document = json.loads((tmp_path / KEY.filename()).read_bytes())
-    assert document["cache_costs"] == asdict(kept.cache_costs)
-    coefficients = document["coefficients"]
-    assert coefficients["compact"] == pytest.approx(RUN_HIDDEN) and coefficients["restored"] == pytest.approx(RESTORE)
-    assert coefficients["transferred"] == pytest.approx((SWAP_OUT + SWAP_IN) / 2 / TIERS.unit_bytes)
 
 
 def test_no_seconds_measure_one_step_and_keep_nothing(tmp_path: Path) -> None:

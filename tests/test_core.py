@@ -36,20 +36,6 @@ def check_solo(driver: Driver, *requests: EngineRequest) -> None:
         assert driver.outputs[request.request_id] == expected, request.request_id
 
 
-def test_one_request(depth: int) -> None:
-    driver = make_driver(depth)
-    request = make_request("a", range(10), 6)
-    driver.add(request)
-    driver.run()
-    check_solo(driver, request)
-    final = driver.finals["a"]
-    assert final.finish_reason is FinishReason.LENGTH
-    assert (final.num_prompt_tokens, final.num_output_tokens, final.num_cached_tokens) == (10, 6, 0)
-    times = final.times
-    assert times.arrival == 0.0 and times.first_scheduled == 0.0
-    assert times.first_token is not None and times.last_token == times.finished
-
-
 def test_steps_are_scheduled_ahead_where_the_host_is_the_device_behind_short_ones_of_few_rows() -> None:
     def runs_ahead(
         num: int, *, step: float = 0.001, ahead: float = 0.02, prompt: int = 3, offline: int = 0, **sampling: object
@@ -82,20 +68,6 @@ def test_a_step_ahead_behind_a_short_one_needs_room_for_a_decode_where_a_full_on
         for depth, seconds in ((0, math.inf), (1, math.inf), (1, 0.02))
     )
     assert (full - alone, short - alone) == (4, 1)
-
-
-def test_prompts_run_in_chunks_beside_decodes(depth: int) -> None:
-    driver = make_driver(depth)
-    first, second = make_request("a", range(5), 12), make_request("b", range(40), 4)
-    driver.add(first)
-    for _ in range(3):
-        driver.step()
-    driver.add(second)
-    driver.run()
-    check_solo(driver, first, second)
-    mixed = [s for s in driver.steps if {c.length == 1 for c in s.chunks} == {True, False}]
-    assert len(mixed) >= 2, "decode and prefill share steps"
-    assert all(s.features.num_tokens <= 16 for s in driver.steps)
 
 
 def test_stop_token_ends_and_min_tokens_delays_it(depth: int) -> None:
@@ -204,17 +176,6 @@ def test_a_lonely_job_may_have_the_whole_pool(depth: int) -> None:
     check_solo(driver, *jobs)
 
 
-def test_preemption_loses_nothing(depth: int) -> None:
-    driver = make_driver(depth, num_units=2 * 10)
-    requests = [make_request(str(i), [i] * 6, 30) for i in range(4)]
-    driver.add(*requests)
-    driver.run()
-    check_solo(driver, *requests)
-    assert driver.stats().preemptions["memory"] >= 2
-    assert sum(f.num_preemptions for f in driver.finals.values()) >= 2
-    assert driver.finals["0"].num_preemptions == 0, "the oldest is never the victim"
-
-
 def test_online_takes_memory_and_rows_from_offline(depth: int) -> None:
     driver = make_driver(depth, num_units=2 * 12, max_num_seqs=2)
     jobs = [make_request(f"off{i}", [i] * 8, 30, request_class=RequestClass.OFFLINE) for i in range(3)]
@@ -259,14 +220,6 @@ def test_requests_that_can_never_run_are_refused() -> None:
     driver.add(make_request("job", [1], 1, request_class=RequestClass.OFFLINE))
     driver.run()
     assert sorted(driver.finals) == ["a", "b", "job"]
-
-
-def test_a_request_that_fills_the_pool_exactly(depth: int) -> None:
-    driver = make_driver(depth, num_units=2 * 16)
-    requests = [make_request(str(i), [i] * 34, 30) for i in range(3)]
-    driver.add(*requests)
-    driver.run()
-    check_solo(driver, *requests)
 
 
 def test_illegal_transition_is_refused() -> None:

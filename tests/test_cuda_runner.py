@@ -177,18 +177,6 @@ def test_a_full_table_and_more_changes_than_the_buffer_holds(monkeypatch: pytest
     check_greedy(decoder, request, driver.outputs["long"])
 
 
-def test_steps_beyond_the_buckets_run_in_their_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.execution.cuda.shapes.GRAPH_TOKENS", 16)
-    decoder = make_decoder()
-    requests = crowd(np.random.default_rng(24), 6)
-    driver = driver_of(decoder, tokens=64)
-    driver.add(*requests)
-    driver.run()
-    assert max(step.features.num_tokens for step in driver.steps) > 16
-    for request in requests:
-        check_greedy(decoder, request, driver.outputs[request.request_id])
-
-
 def test_the_largest_step_can_be_rehearsed() -> None:
     """Padding alone: nothing is read or written in the pool, and the steps that follow are right."""
     decoder = make_decoder()

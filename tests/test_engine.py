@@ -82,14 +82,6 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def test_final_only_gives_one_output(engine: Engine) -> None:
-    plain = make_request("a", range(9), 12)
-    request = EngineRequest("b", plain.prompt_token_ids, plain.sampling, final_only=True)
-    outputs = [output async for output in outputs_of(engine, request)]
-    assert len(outputs) == 1
-    assert list(outputs[0].token_ids) == solo(plain, VOCAB)
-
-
 async def test_aclose_aborts_even_before_the_first_read(engine: Engine) -> None:
     stream = await submit_one(engine, make_request("a", range(9), 4000))
     await stream.aclose()
@@ -376,13 +368,6 @@ async def test_offline_requests_run_on_in_steps_that_are_shorter_than_a_plan(dep
     await chat
     await engine.stop()
     check_core(engine.core)
-
-
-async def test_offline_runs_alone_and_beside_online(engine: Engine) -> None:
-    jobs = [make_request(f"job{i}", range(i, i + 30), 25, request_class=RequestClass.OFFLINE) for i in range(30)]
-    chats = [make_request(f"chat{i}", range(i, i + 12), 9) for i in range(10)]
-    results = await asyncio.gather(*[collect(engine, r) for r in (*jobs, *chats)])
-    assert [tokens for tokens, _ in results] == [solo(r, VOCAB) for r in (*jobs, *chats)]
 
 
 async def test_a_refused_request_is_a_part_of_the_recorded_load() -> None:

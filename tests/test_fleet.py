@@ -100,22 +100,6 @@ async def test_requests_are_shared_out_and_answered_as_by_one_engine(
 
 
 @pytest.mark.slow
-async def test_what_was_not_begun_goes_to_a_living_engine(tmp_path: Path) -> None:
-    """The engine never comes back: what it had not begun is answered all the same, and the fleet is ready."""
-    async with fleet_of(tmp_path, "before:1,ready:1:2-99", "") as fleet:
-        assert await asyncio.gather(*[ended(fleet, f"a{index}") for index in range(8)]) == [FinishReason.LENGTH] * 8
-        assert fleet.state is EngineState.READY and fleet.trouble is None
-        before = held(fleet)
-        assert await ended(fleet, "late") is FinishReason.LENGTH
-        assert held(fleet)[0] == before[0], "nothing goes to an engine that is away"
-        await until(lambda: fleet._members[0].engine.state is EngineState.DEAD)
-        assert await ended(fleet, "later") is FinishReason.LENGTH
-        views = (await fleet.stats()).engines
-        assert [view.state for view in views] == [EngineState.DEAD, EngineState.READY]
-        assert views[0].trouble is not None and "too often" in views[0].trouble
-
-
-@pytest.mark.slow
 async def test_begun_answers_go_on_at_a_living_engine(tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]) -> None:
     """Greedy, seeded and those with more of a state, and the line of a batch: at the same token. The engine never comes
     back, and is never given up."""
@@ -158,22 +142,6 @@ async def ended(fleet: FleetClient, name: str, **options: Any) -> FinishReason |
     outputs = await collect(fleet, request(name, **options))  # type: ignore[arg-type]
     assert [output.finish_reason for output in outputs].count(None) == len(outputs) - 1
     return outputs[-1].finish_reason
-
-
-@pytest.mark.slow
-async def test_a_moved_request_can_be_aborted_and_moves_only_once(tmp_path: Path) -> None:
-    """The engines may die of it: it is not carried from one to the next."""
-    async with fleet_of(tmp_path, "before:1,ready:1:2-99", "before:1,ready:1:2-99") as fleet:
-        outputs = await collect(fleet, request("deadly"))  # type: ignore[arg-type]
-        assert is_error(outputs[-1], EngineUnavailableError)
-        assert [member.moved for member in fleet._members].count(1) == 1
-    async with fleet_of(tmp_path / "again", "before:1,ready:1:2-99", "hang:9") as fleet:
-        stream = await submit_one(fleet, request("moved", max_tokens=400))
-        await anext(stream)
-        assert fleet._members[0].moved == 1
-        await stream.aclose()
-        assert [output async for output in stream][-1].finish_reason is FinishReason.ABORT
-        await until(lambda: not fleet._members[1].engine.holds("moved"))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from engine.models.linear import make_linear
 from engine.models.spec import spec_from_config
 from engine.models.streaming import StreamedLayers, aligned
 from engine.models.weights import DummyTensors, Gather, build_weights, matrices
-from engine.scheduling.output import Chunk, ModelRunner, NewRequest, ReplacedEntry, SchedulerOutput
+from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
 
 pytestmark = pytest.mark.timeout(900)  # the native library may be built first
 BOTH = (CacheKind.KV, CacheKind.HIDDEN)
@@ -152,21 +152,6 @@ def test_every_mix_is_the_same_where_weights_stream(name: str, seed: int) -> Non
         torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
 
 
-def test_hidden_blocks_are_shared_by_prefix_and_projected_once() -> None:
-    """Two requests over the same hidden blocks need scratch for them once."""
-    decoder = decoder_of("llama2")
-    prompt = prompts_of(1)[1][:17]
-    driver = HandDriver(decoder, 3, kinds=(CacheKind.HIDDEN,), scratch_blocks=9, calm=True)
-    first = driver.add(prompt, 3)
-    while not first.logits:
-        driver.step()
-    second = driver.add([*prompt, 5, 6], 3)
-    driver.run()
-    assert driver.seen == {"hit hidden"}
-    for request in (first, second):
-        check_equal("llama2", request)
-
-
 @pytest.mark.parametrize("name", HYBRID)
 def test_bfloat16_stays_near(name: str) -> None:
     """Rounding differs where the products have other shapes; the logits stay within a few roundings."""
@@ -215,64 +200,6 @@ PROMPT = (7, 11, 13, 17, 19, 23)
 def start(runner: ModelRunner, entries: tuple[CacheEntry, ...]) -> int:
     new = NewRequest(1, "r", PROMPT, len(PROMPT), GREEDY, entries)
     return runner.launch(SchedulerOutput(0, (Chunk(1, 0, len(PROMPT), True),), (new,)))().token_ids[0]
-
-
-@by_hand
-def test_restored_units_hold_what_kv_would_have_held(backend: str) -> None:
-    """A full block and one in its middle, at positions that are not the first."""
-    plain, mixed = bare_runner(backend), bare_runner(backend)
-    assert start(plain, kv(2, 3, 4, 5)) == start(mixed, hidden(0, 1))
-    operations = [
-        CacheOperation(CacheAction.RESTORE, source, target, BLOCK * index)
-        for index, (source, target) in enumerate(zip(hidden(0, 1), kv(2, 3, 4, 5), strict=True))
-    ]
-    mixed.launch(SchedulerOutput(1, (), operations=tuple(operations)))()
-    for unit, cells in ((2, BLOCK), (3, BLOCK), (4, 2), (5, 2)):
-        shape = (3, BLOCK, -1)
-        got, expected = (runner.device.pool.units[unit].view(shape)[:, :cells] for runner in (mixed, plain))
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert mixed.device.pool.units.isfinite().all()
-
-
-@by_hand
-def test_replaced_blocks_are_read_where_they_lie_now(backend: str) -> None:
-    plain, mixed = bare_runner(backend), bare_runner(backend)
-    start(plain, kv(2, 3, 4, 5))
-    start(mixed, hidden(0, 1))
-    operations = (CacheOperation(CacheAction.RESTORE, *hidden(1), *kv(8, 9), BLOCK),)
-    output = SchedulerOutput(
-        1, (Chunk(1, 6, 1, True),), replaced=(ReplacedEntry(1, 1, *kv(8, 9)),), operations=operations
-    )
-    expected = plain.launch(SchedulerOutput(1, (Chunk(1, 6, 1, True),)))().token_ids
-    assert mixed.launch(output)().token_ids == expected
-    mixed.device.pool.units[1] = float("nan")
-    assert mixed.device.rows.num_hidden[1] == 1
-    expected = plain.launch(SchedulerOutput(2, (Chunk(1, 7, 1, True),)))().token_ids
-    assert mixed.launch(SchedulerOutput(2, (Chunk(1, 7, 1, True),)))().token_ids == expected
-
-
-@by_hand
-def test_swaps_are_exact_copies_in_order(backend: str) -> None:
-    """Out, in to other units, and restored there, all in one step."""
-    runner = bare_runner(backend)
-    first = start(runner, (*hidden(0), *kv(2, 3)))
-    before = runner.device.pool.units.clone()
-    (block,), (pair,) = hidden(0), kv(2, 3)
-    operations = (
-        CacheOperation(CacheAction.SWAP_OUT, block, host(block, 3)),
-        CacheOperation(CacheAction.SWAP_OUT, pair, host(pair, 0, 2)),
-        CacheOperation(CacheAction.SWAP_IN, host(block, 3), *hidden(9)),
-        CacheOperation(CacheAction.SWAP_IN, host(pair, 0, 2), *kv(11, 10)),
-        CacheOperation(CacheAction.RESTORE, *hidden(9), *kv(6, 7), 0),
-    )
-    new = NewRequest(2, "r", (*PROMPT, first), len(PROMPT), GREEDY, (*kv(6, 7), *kv(11, 10)))
-    got = runner.launch(SchedulerOutput(1, (Chunk(2, 6, 1, True),), (new,), (), (1,), operations=operations))()
-    assert torch.equal(runner.device.pool.host_units[3], before[0])
-    assert torch.equal(runner.device.pool.units[9], before[0])
-    assert torch.equal(runner.device.pool.host_units[2], before[3])
-    alone = bare_runner()
-    start(alone, kv(0, 1, 2, 3))
-    assert got.token_ids == alone.launch(SchedulerOutput(1, (Chunk(1, 6, 1, True),)))().token_ids
 
 
 @by_hand

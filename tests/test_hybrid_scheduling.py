@@ -109,16 +109,6 @@ def test_a_past_that_is_cheaper_to_compute_is_not_copied(depth: int) -> None:
     assert driver.stats().preemptions["memory"] > 0 and not actions(driver.steps)
 
 
-@pytest.mark.parametrize("host", [2, 6, 9])
-def test_an_exhausted_host_falls_back_to_recompute(depth: int, host: int) -> None:
-    driver = make(depth, host=host)
-    requests = four_that_grow()
-    driver.add(*requests)
-    driver.run()
-    check_solo(driver, *requests)
-    assert sum(step.features.num_tokens for step in driver.steps) > 4 * 35
-
-
 def test_an_abort_gives_the_host_back_at_every_moment(depth: int) -> None:
     swapped = False
     for steps in range(40):
@@ -185,15 +175,6 @@ def test_hidden_state_becomes_kv_when_the_room_is_back(depth: int) -> None:
     restored = [step for step in driver.steps if step.replaced]
     assert restored and all(step.features.restored_tokens > 0 for step in restored)
     assert any(step.features.compact_tokens > 0 for step in driver.steps)
-
-
-def test_the_scratch_area_is_never_overdrawn(depth: int) -> None:
-    for scratch in (1, 2, 5):
-        driver, requests = pressed(depth, "goodput", scratch)
-        while driver.step():
-            assert driver.stats().hidden_blocks <= scratch
-        driver.run()
-        check_solo(driver, *requests)
 
 
 def test_an_expensive_rho_refuses_hidden_state(depth: int) -> None:

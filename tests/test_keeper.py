@@ -4,7 +4,6 @@ import math
 import random
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import pytest
 from driver import Driver, make_request
@@ -99,20 +98,6 @@ def test_requests_are_judged_by_ttft_and_their_own_gaps() -> None:
     assert {s.objective: s.attainment for s in stats.objectives} == {"ttft_p99=500ms": 0.75, "tbt_p99=60ms": 0.5}
     assert len(keeper.load.arrivals) == 5, "the one that left was load all the same"
     assert math.isnan(keeper.stats(1000.0).attainment), "nobody of late"
-
-
-@pytest.mark.parametrize("slo", ["tbt_mean=50ms", "ttft_mean=1s", "tpot_mean=40ms"])
-def test_means_are_judged_and_open_the_breaker(slo: str) -> None:
-    _, keeper = make_keeper(SLO.parse(slo))
-    now = 0.0
-    for index in range(20):
-        live(keeper, str(index), 9.0, [2.0] * 5, now)
-        now += 20.0
-    stats = keeper.stats(now)
-    assert stats.attainment == 0.0 and stats.bad_requests == 20
-    assert stats.breaker_openings >= 1
-    (standing,) = stats.objectives
-    assert standing.attainment == 0.0 and standing.value > standing.bound
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 2.0])
@@ -259,27 +244,6 @@ def test_search_finds_offline_room_that_keeps_the_slo(slo: str) -> None:
     assert not server.slo.violations(again, base)
 
 
-def test_replays_are_deterministic_and_complete() -> None:
-    workload = poisson_window(3.0, 100, 20, 10.0, 1)
-
-    def run() -> Any:
-        core = EngineCore(CONFIG, model=MODEL)
-        return VirtualDriver(core, PredictedRunner(MODEL), workload.online(1024), workload.offline(1024, 1)).run(10.0)
-
-    one, other = run(), run()
-    assert [r.token_times for r in one.online] == [r.token_times for r in other.online]
-    assert one.offline_tokens == other.offline_tokens > 0
-    assert len(one.online) == len(workload.arrivals)
-    assert all(r.token_times[0] >= r.arrival.at for r in one.online if r.token_times)
-
-
-def test_arrivals_the_core_refuses_are_recorded() -> None:
-    config = SchedulerConfig(num_units=2 * 600, max_model_len=1024, max_num_waiting=1)
-    requests = [Arrival(0.0, make_request(str(i), range(50), 5)) for i in range(3)]
-    run = VirtualDriver(EngineCore(config), PredictedRunner(MODEL), requests).run(5.0)
-    assert [r.rejected for r in run.online] == [False, True, True]
-
-
 @pytest.mark.slow
 def test_the_search_sees_how_much_real_steps_vary() -> None:
     first, second = (poisson_window(4.0, 100, 40, 10.0, seed) for seed in (1, 2))
@@ -319,14 +283,6 @@ def test_a_trivial_load_keeps_its_slo_in_the_replay() -> None:
     for budget in (0.0, 0.04):
         assert replay(window, SERVER, BudgetParams("tidemill", budget))["slo_attainment"] == 1.0
     assert find_budget(window, [], SERVER, max_evaluations=6).slo_in_reach
-
-
-@pytest.mark.slow
-def test_offline_tokens_count_inside_the_window_alone() -> None:
-    window = Workload((OnlineArrival(1.0, Lengths(10, 900)),), 1.0, (Lengths(64, 8),))
-    short = replay(window, SERVER, BudgetParams("tidemill", 0.04))["offline_throughput"]
-    quiet = replay(replace(window, arrivals=()), SERVER, BudgetParams("tidemill", 0.04))["offline_throughput"]
-    assert short == pytest.approx(quiet, rel=0.1), "the drain behind the window takes 900 steps"
 
 
 def test_replays_hold_the_offline_lengths_that_they_are_given() -> None:

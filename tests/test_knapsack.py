@@ -146,12 +146,6 @@ def test_compact_first_then_upgrades_then_the_rest() -> None:
     assert choose(both, 15, live=10, rho=0.1) == Selection((1,), (), 6.0, 10)
 
 
-def test_more_live_requests_make_compact_dearer() -> None:
-    pair = [Candidate(1.0, 10, 5), Candidate(0.9, 10, 5)]
-    assert choose(pair, 10, live=4, rho=0.01).compact == (0, 1)
-    assert choose(pair, 10, live=6, rho=0.01) == Selection((0,), (), 1.0, 10)
-
-
 def test_the_single_candidate_is_taken_in_the_richest_form_that_fits() -> None:
     # By density the small one goes first and the large one no longer fits; alone it is worth nearly everything, and
     # only its compact form fits at all.
@@ -166,15 +160,6 @@ def test_a_candidate_that_fits_only_compact_may_run() -> None:
     assert choose([Candidate(1.0, 12, 6)], 6, live=1, rho=0.05) == Selection((), (0,), pytest.approx(0.4), 6)
     assert choose([Candidate(1.0, 12, 6)], 6, live=1, rho=0.1) == Selection((), (), 0.0, 0)
     assert choose([Candidate(1.0, 12, 6)], 5) == Selection((), (), 0.0, 0)
-
-
-def test_a_fresh_arrival_of_no_value_runs_in_what_is_left() -> None:
-    assert choose([Candidate(0.0, 4, 2), Candidate(3.0, 6, 3), Candidate(2.0, 8, 4)], 11, live=1, rho=10.0).kv == (1, 0)
-
-
-def test_equal_densities_keep_the_order_of_the_input() -> None:
-    equal = [Candidate(1.0, 4, 2)] * 6
-    assert choose(equal, 12, live=1, rho=1.0).kv == (0, 1, 2)
 
 
 def test_mean_ratio_to_the_optimum() -> None:

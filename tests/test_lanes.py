@@ -118,16 +118,6 @@ def test_batches_keep_their_floor_beside_endless_flex() -> None:
     assert taken[Lane.FLEX] > 2 * (taken[Lane.AT_RISK] + taken[Lane.BATCH])
 
 
-def test_a_lane_saves_nothing_up_while_it_is_empty() -> None:
-    feed = Feed()
-    for i in range(100):
-        feed.add(spec(f"flex-{i}", lane=Lane.FLEX))
-    for _ in range(50):
-        feed.take()
-    feed.job_of("batch", 5)
-    assert [feed.take().spec.lane for _ in range(8)].count(Lane.BATCH) == 0
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_no_lane_starves(data: st.DataObject) -> None:
@@ -247,29 +237,6 @@ def test_by_deadline_a_tenants_most_urgent_job_goes_first_but_tenants_share() ->
     assert [job for job in order if job != "b-last"] == ["a-soon"] * 10
 
 
-def test_a_newcomer_does_not_wait_for_what_was_served_before_it() -> None:
-    feed = Feed()
-    feed.job_of("old", 300, tenant="old")
-    for _ in range(100):
-        feed.take()
-    feed.job_of("new", 300, tenant="new")
-    taken = Counter(feed.take().spec.tenant for _ in range(50))
-    assert taken == {"old": 25, "new": 25}
-
-
-def test_answers_that_were_longer_than_thought_are_paid_for() -> None:
-    feed = Feed()
-    feed.job_of("long", 40, tenant="long", max_tokens=400)
-    feed.job_of("short", 400, tenant="short", max_tokens=400)
-    taken: Counter[str] = Counter()
-    while taken["long"] < 20:
-        request = feed.take()
-        taken[request.spec.tenant] += 1
-        feed.end(request, 91 if request.spec.tenant == "long" else 1)
-    # a long line costs 9 + 91, a short one 9 + 1
-    assert 7 <= taken["short"] / taken["long"] <= 11
-
-
 def test_costs_come_from_the_latency_model() -> None:
     config = SchedulerConfig(num_units=64, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=128)
     model = LatencyModel(intercept=0.01, decode_context=1e-6, knots=(0,), hinges=(1e-4,))
@@ -376,22 +343,6 @@ def make_driver(policy: str, rows: int = 8) -> Driver:
         max_num_waiting=12,
     )
     return Driver(FakeRunner(block_size=BLOCK, vocab_size=64), config, offline_policy=policy)
-
-
-@pytest.mark.parametrize("policy", OFFLINE_POLICIES)
-def test_flex_is_admitted_with_the_next_row_that_comes_free(policy: str) -> None:
-    driver = make_driver(policy)
-    for i in range(100):
-        prompt = (3,) * 8 + (i,)
-        driver.add(spec(f"line-{i}", job="batch", prompt=prompt, max_tokens=3 + i % 5, deadline=1e6))
-    for _ in range(12):
-        driver.step()
-    done = len(driver.finals)
-    driver.add(spec("flex", lane=Lane.FLEX, prompt=(8,) * 9))
-    while not driver.outputs["flex"]:
-        assert driver.step()
-    assert len(driver.finals) - done <= 8, "more lines ended than had begun before it came"
-    driver.run()
 
 
 def test_running_flex_gets_its_share_of_a_step_before_batch_lines() -> None:

@@ -41,12 +41,6 @@ def test_a_late_request_gives_way_to_one_that_can_be_saved(depth: int) -> None:
     assert waited["goodput-strict"] < min(waited["fcfs"], waited["apt"], waited["goodput"])
 
 
-def test_nobody_gives_way_while_there_is_room(depth: int) -> None:
-    driver = late_and_new(depth, "goodput-strict", blocks=40)
-    driver.run()
-    assert not driver.stats().preemptions
-
-
 def test_nobody_gives_way_for_ever(depth: int) -> None:
     """After `max_offline_preemptions` a late request keeps its place, and who could be saved waits."""
     driver = late_and_new(depth, "goodput-strict", max_offline_preemptions=2)

@@ -153,34 +153,6 @@ def test_urgent_prompts_without_end_never_stop_the_long_one(policy: str, tokens:
     assert longest <= (12 if tokens == 64 else 2), "it had a chunk in nearly every step, or every eighth"
 
 
-def test_with_time_for_one_chunk_the_two_sides_take_turns() -> None:
-    """A decode leaves no time: every step holds one floor chunk, of either side."""
-    objective = StepObjective(3.0, 0.0085)
-    core = make_core("goodput", objective=objective, max_queue_time=UNLIMITED_QUEUE)
-    runner, now = PredictedRunner(MODEL), 0.0
-
-    def step() -> list[int]:
-        nonlocal now
-        output = core.schedule(now)
-        assert output is not None
-        result = runner.launch(output)()
-        now += result.latency
-        core.update(output, result, now)
-        return [chunk.length for chunk in output.chunks]
-
-    core.add_request(chat("decode", 20, 1, output=2000), now)
-    step()
-    core.add_request(chat("long", 8_000, 2), now)
-    for index in range(200):
-        core.add_request(chat(f"short{index}", 64, 3 + index, output=1), now)
-    begun = []
-    for _ in range(80):
-        lengths = step()
-        assert sum(lengths) <= 1 + 64, "one floor chunk beyond the time that there is"
-        begun.append(core.state.requests["long"].last_step == core.state.next_step_id - 1)
-    assert 8 <= sum(begun) <= 12
-
-
 def test_who_starts_first_leaves_the_memory_of_a_prompt_in_progress_alone() -> None:
     """The long prompt holds its first blocks only; urgent ones may not take the room of the others."""
     config = SchedulerConfig(
@@ -213,8 +185,7 @@ def test_a_burst_of_16_prompts_waits_on_a_laptop_instead_of_being_refused() -> N
     assert core.state.counters.refused_requests == 0
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "larry", "random", *URGENT_POLICIES])
-@pytest.mark.parametrize("rate", [1.0, 3.0])
+@pytest.mark.parametrize(("policy", "rate"), [("fcfs", 3.0), ("larry", 1.0), ("goodput", 3.0), ("apt", 1.0)])
 def test_accepted_requests_start_within_the_maximum_wait_when_memory_is_short(policy: str, rate: float) -> None:
     """A burst of 60 on a pool of 2,048 tokens while further chats arrive: waits, and gaps of preempted answers."""
     generator = random.Random(1)

@@ -1,7 +1,5 @@
 """The engine never stands still: in every state a request can run, and no request is immune or barred for ever."""
 
-import itertools
-import random
 from dataclasses import replace
 
 import pytest
@@ -9,17 +7,13 @@ from driver import Driver, make_request
 from fakes.runner import FakeRunner, solo_tokens
 from integrity import check_core
 
-from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
-from engine.core import EngineCore
+from engine.api import Lane, RequestClass
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
 from engine.request import RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline import OfflinePlan, PlannedChunk, whole
-from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.policies import find_policy
 from engine.scheduling.step import LastResortBuilder
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 
@@ -130,48 +124,6 @@ def test_of_equals_whoever_was_evicted_seldom_loses_first() -> None:
     assert [driver.core.state.requests[f"line{i}"].num_preemptions for i in range(3)] == [2, 2, 2]
 
 
-class StarvationWatch:
-    """A runner that notes for how long evicted lines wait."""
-
-    def __init__(self, inner: PredictedRunner) -> None:
-        self.inner = inner
-        self.core: EngineCore | None = None
-        self.now = self.longest = 0.0
-        self._since: dict[str, float] = {}
-
-    def launch(self, output: SchedulerOutput) -> Collect:
-        assert self.core is not None
-        waiting = {r.request_id for r in self.core.state.waiting_offline if r.num_preemptions}
-        self._since = {name: self._since.get(name, self.now) for name in waiting}
-        self.longest = max([self.longest, *(self.now - since for since in self._since.values())])
-        result = self.inner.launch(output)()
-        self.now += result.latency
-        return lambda: result
-
-
-@pytest.mark.slow
-def test_steady_chat_starves_no_line() -> None:
-    """Rows are short: every chat takes one from a batch line, for four minutes, and a chat is always there."""
-    model = LatencyModel(intercept=0.02, decodes=5e-4, decode_context=4e-7, knots=(0, 128), hinges=(2e-5, 1e-4))
-    config = SchedulerConfig(num_units=8000, max_model_len=2000, max_num_seqs=16, max_offline_preemptions=2)
-    objective = StepObjective(1.0, 0.1, budget=BudgetParams("tidemill", 0.08))
-    core = EngineCore(config, online_policy=find_policy("goodput"), model=model, objective=objective)
-    generator, at, chats = random.Random(1), 0.0, []
-    while at < 240.0:
-        at += generator.expovariate(3.0)
-        chat = EngineRequest(f"on{at}", (len(chats) % 50,) * 60, SamplingParams(max_tokens=40))
-        chats.append(Arrival(at, chat))
-    lines = (
-        EngineRequest(f"line{i}", (100 + i,) * 100, SamplingParams(max_tokens=400), OFFLINE) for i in itertools.count()
-    )
-    watch = StarvationWatch(PredictedRunner(model))
-    watch.core = core
-    run = VirtualDriver(core, watch, chats, lines, backlog=64).run(240.0)
-    assert core.state.counters.preemptions["online"] > 100
-    assert watch.longest < 20.0, "back-offs here are 1 to 8 s, and who comes back goes first"
-    assert not any(record.rejected for record in run.online)
-
-
 # ---- the last resort
 
 
@@ -239,13 +191,6 @@ def test_a_plan_that_is_out_of_date_does_not_stop_the_lines() -> None:
         if not driver.core.has_requests:
             return
     pytest.fail("the line has not ended")
-
-
-def test_without_a_plan_no_line_runs() -> None:
-    """The planner will say which; no request jumps its queue meanwhile."""
-    driver = make_driver()
-    driver.add(make_request("job", [5] * 40, 3, request_class=OFFLINE))
-    assert driver.core.schedule(driver.now, None) is None
 
 
 # ---- failed steps

@@ -29,7 +29,6 @@ from predictor.load import (
     LoadShape,
     OnlineArrival,
     resample,
-    unit_gaps,
 )
 from predictor.profile import ProfileKey
 from predictor.promise import Promise
@@ -63,11 +62,6 @@ def test_the_rate_of_late(rate: float) -> None:
     assert load.rate(end) == pytest.approx(rate, rel=0.4)
     assert load.rate(end + 100 * end) < 0.1 * rate, "silence is a rate too"
     assert LoadModel(0.0).rate(1.0) == 0.0
-
-
-def test_the_rate_follows_a_step_within_a_minute_or_so() -> None:
-    load = served(LoadModel(0.0), poisson(0.3, 0.0, 300.0) + poisson(3.0, 300.0, 360.0))
-    assert load.rate(360.0) > 2.0
 
 
 def test_the_week_is_learned_in_buckets_and_forecast_by_day() -> None:
@@ -161,13 +155,6 @@ def test_a_night_between_two_days_is_no_gap_of_a_window() -> None:
     window = resample(record, 2.0, 2000, seed=1)
     assert max(b.at - a.at for a, b in pairwise(window)) < 60.0
     assert len(window) / window[-1].at == pytest.approx(2.0, rel=0.2)
-
-
-def test_gaps_in_units_of_their_surroundings() -> None:
-    slow_then_fast = [float(i) for i in range(100)] + [99.0 + 0.01 * i for i in range(1, 101)]
-    gaps = unit_gaps(slow_then_fast)
-    assert gaps[10] == pytest.approx(1.0) and gaps[-10] == pytest.approx(1.0)
-    assert unit_gaps([]) == [] and unit_gaps([5.0]) == [1.0] and unit_gaps([1.0, 1.0]) == [1.0, 1.0]
 
 
 # The table of budgets

@@ -27,7 +27,6 @@ from engine.build import build_engine, plan_launch
 from engine.config import EngineConfig, NamedFolder
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cpu.device import TorchDevice
-from engine.execution.cpu.native.model import NativeModel
 from engine.execution.cpu.transformers_device import TransformersDevice
 from engine.execution.cuda import adapters as slotted
 from engine.execution.cuda.device import CudaDevice
@@ -143,17 +142,6 @@ def test_rows_answer_as_models_with_merged_weights(
     models = [reference_model(case), *(each.merged(reference_model(case)) for each in adapters)]
     for request in requests:
         check(models[request.adapter], request, driver.outputs[request.request_id])
-
-
-def test_steps_without_an_adapter_run_as_they_did(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No delta is looked up, and the native tape runs whole."""
-    driver = make_driver("llama-gqa2", made("llama-gqa2"), "native")
-    runs: list[int] = []
-    monkeypatch.setattr(NativeModel, "_run_adapted", lambda *_: pytest.fail("the tape was cut"))
-    monkeypatch.setattr(Adapters, "of_step", lambda *_: runs.append(1))
-    driver.add(make_request("r", list(range(9)), 4))
-    driver.run()
-    assert len(driver.outputs["r"]) == 4 and not runs
 
 
 @pytest.mark.parametrize("num_slots", [2, 1, 0])

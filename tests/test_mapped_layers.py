@@ -2,7 +2,6 @@
 what units hold stays, no memory is lost, and a restore that ends gives the tokens of an engine that gave up none."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import count
 
 import numpy as np
@@ -67,26 +66,6 @@ def test_memory_moves_and_addresses_stay() -> None:
     with pytest.raises(ValueError, match="but can have only"):
         runner.drop(range(2), room)
     assert not layers.absent and addresses(layers) == before, "nothing has changed"
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("after", [0, 1])
-def test_a_drop_that_the_driver_refuses_leaves_a_whole_engine_or_one_that_restores(name: str, after: int) -> None:
-    runner = make(llama(), "cuda")
-    layers, _, driver = parts(runner)
-    whole = runner.launch(step_of(*PROMPTS))().token_ids
-    driver.fail = failing(name, after)
-    if (name, after) == ("cuMemSetAccess", 1):
-        runner.drop(range(2), most(runner, range(2)))  # one call is all that it takes
-    else:
-        with pytest.raises(MappingError):
-            runner.drop(range(2), most(runner, range(2)))
-        assert not layers.absent
-        with pytest.raises(MappingError) if any(p.range is None for p in layers._pieces) else nullcontext():
-            runner.restore(UNITS)
-    driver.fail = lambda _name: 0
-    runner.restore(UNITS)
-    assert runner.launch(step_of(*PROMPTS))().token_ids == whole
 
 
 def test_what_was_loaded_beside_steps_is_not_taken_for_loaded_behind_another_drop() -> None:

@@ -95,17 +95,6 @@ def test_without_room_or_past_a_request_waits_to_be_computed() -> None:
     check_core(second)
 
 
-def test_a_request_that_ends_on_its_way_is_forgotten() -> None:
-    first, second = EngineCore(CONFIG), EngineCore(CONFIG)
-    first.add_request(request("a"), 0.0)
-    step(first)
-    assert moves(second).attach(moves(first).detach("a"))
-    assert second.abort("a", 1.0) is not None
-    moves(second).arrived("a")
-    check_core(second)
-    assert report_stats(second.state).units_owned == 0
-
-
 def test_what_stands_still_keeps_its_units_while_the_cache_grows_and_others_come_in_order_of_arrival() -> None:
     """As the leader of a pipeline has it: its own requests stay where they lie."""
     core, other = EngineCore(CONFIG), EngineCore(CONFIG)
@@ -136,23 +125,6 @@ def test_what_stands_still_keeps_its_units_while_the_cache_grows_and_others_come
         step(core, 6.0)
     assert report_stats(core.state).units_owned == 0 and report_stats(core.state).units_total == 60
     check_core(core)
-
-
-def test_a_cache_that_shrinks_under_running_requests_is_empty_behind_its_end_once_they_end() -> None:
-    core = EngineCore(CONFIG)
-    for name in "abc":
-        core.add_request(request(name), 0.0)
-    for _ in range(3):
-        step(core)
-    core.state.pool.shrink(30)
-    assert core.state.pool.num_retiring_units > 0
-    check_core(core)
-    for _ in range(60):
-        if core.has_requests:
-            step(core)
-        check_core(core)
-    assert not core.has_requests and core.state.pool.num_retiring_units == 0
-    assert report_stats(core.state).units_total == 10
 
 
 def test_a_request_longer_than_the_cache_starts_over_where_windows_let_it() -> None:

@@ -79,14 +79,6 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
         quantize_weight(weight)
 
 
-def test_a_part_of_the_outputs_is_that_part() -> None:
-    layer, x = make_quantized(random(30, 64, seed=1), random(30, seed=2)), random(5, 64)
-    assert torch.equal(layer.outputs_from(11)(x), layer(x)[:, 11:])
-    dense, bias = layer.dense_from(0)
-    assert bias is not None and float((dense - random(30, 64, seed=1)).abs().max()) < 0.02
-    assert layer(torch.empty(0, 64)).shape == (0, 30)
-
-
 # ---- kernels
 
 
@@ -136,17 +128,6 @@ def test_swiglu(emulated: bool, level: Level, dtype: torch.dtype, kind: Int8, bi
     expected = functional.silu(gate) * up
     allowed = 8 * torch.finfo(dtype).eps * (expected.abs() + 1)
     assert bool(((run_linear(native, layer, x, Epilogue.SWIGLU) - expected).abs() <= allowed).all())
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_packed_integers_can_be_had_back(gated: bool) -> None:
-    native = native_of(Level.AVX2, torch.float32)
-    integers, bias, x = quantize_weight(random(70, 45)), random(70), random(3, 45)
-    layer = NativeInt8(native, integers, bias, torch.float32, gated)
-    assert all(torch.equal(*pair) for pair in zip(layer._integers(), integers, strict=True))
-    assert torch.equal(layer.outputs_from(30)(x), layer(x)[:, 30:])
-    dense, _ = layer.dense_from(3)
-    assert torch.equal(dense, (integers[0].float() * integers[1][:, None])[3:])
 
 
 @emulation

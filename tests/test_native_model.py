@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TypeVar
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -257,32 +256,3 @@ def test_chunks_that_do_not_sample_give_nothing() -> None:
     assert len(nothing.best) == 0 and nothing.logits is None
     some = bench.model.run(chunks_of((0, 10, 10, 1), (1, 5, 5, 0), (2, 0, 9, 1)), logits=False)
     assert len(some.best_ids) == 2 and some.logits is None
-
-
-@pytest.mark.parametrize(  # without OPT, which has no position behind 256
-    ("name", "level"), in_turn((name for name in FAMILY_CASES if name != "opt"), [Level.AVX2], [Level.BF16])
-)
-def test_what_only_sampled_tokens_need_is_as_if_computed_of_all(name: str, level: Level) -> None:
-    spec, weights = load(name, "float32" if level is Level.AVX2 else "bfloat16")
-    length = 300  # so long that a decode's context is split
-    lean, plain = (Bench(level, spec, weights, max_model_len=length, length=length) for _ in range(2))
-    short = lean.model._lean
-    assert short is not None
-    with patch.object(short, "run", wraps=short.run) as ran:
-        compare(lean, plain, level)
-    assert ran.call_count > 1
-
-
-def compare(lean: Bench, plain: Bench, level: Level) -> None:
-    for step in (
-        chunks_of((0, 0, 270, 0), (1, 0, 40, 0), (2, 0, 1, 0)),  # nobody
-        chunks_of((0, 270, 1, 1), (1, 40, 33, 1), (2, 1, 70, 0), (3, 0, 5, 1), (4, 0, 97, 1)),
-        chunks_of((2, 71, 60, 0), (0, 271, 1, 1)),
-    ):
-        results = [each.model.run(step, logits=True, whole=each is plain) for each in (lean, plain)]
-        if not step[:, 3].any():
-            continue
-        (first, second) = (each.logits for each in results)
-        assert first is not None and second is not None and first.shape == second.shape
-        error = (first - second).abs().max()
-        assert error <= (0.0 if level is Level.AVX2 else 0.05)

@@ -84,20 +84,6 @@ def test_linear(emulated: bool, level: Level, dtype: torch.dtype, rows: int, n: 
         close(layer(x), expected, dtype, scale=math.sqrt(k))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_packed_weight_can_be_had_back(dtype: torch.dtype, gated: bool) -> None:
-    native = native_of(Level.AVX2, dtype)
-    weight, bias = random(70, 45, dtype=dtype), random(70, dtype=dtype)
-    layer = NativeLinear(native, weight, bias, gated)
-    whole, all_bias = layer.dense_from(0)
-    assert torch.equal(whole, weight) and all_bias is not None and torch.equal(all_bias, bias)
-    part, some_bias = layer.dense_from(30)
-    assert torch.equal(part, weight[30:]) and some_bias is not None and torch.equal(some_bias, bias[30:])
-    x = random(3, 45, dtype=dtype)
-    assert torch.equal(layer(x)[:, 30:], layer.outputs_from(30)(x))
-
-
 def gelu_tanh(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 

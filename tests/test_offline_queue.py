@@ -134,15 +134,6 @@ def drain(queue: OfflineQueue) -> list[int]:
     return taken
 
 
-@pytest.mark.parametrize("policy", ["psm", "deadline", "fcfs"])
-def test_looking_changes_nothing_and_taking_follows_the_look(policy: str) -> None:
-    queue, _ = make_queue(policy)
-    first = [r.request_id for r in queue.candidates()]
-    assert first == [r.request_id for r in queue.candidates()]
-    assert len(set(first)) == 40
-    assert sorted(drain(queue)) == list(range(40))
-
-
 def test_orders() -> None:
     assert drain(make_queue("fcfs")[0]) == list(range(40))
     assert drain(make_queue("deadline")[0]) == list(reversed(range(40)))

@@ -222,16 +222,6 @@ def test_a_file_gives_what_was_kept_whatever_the_file_system_allows(
     file.close()
 
 
-def test_two_files_in_one_folder_share_nothing(tmp_path: Path) -> None:
-    (one, first), (two, second) = filled_file(tmp_path), filled_file(tmp_path)
-    for place in range(4):
-        assert torch.equal(read(one, place)[:5000], first[place])
-        assert torch.equal(read(two, place)[:5000], second[place])
-    one.close()
-    assert torch.equal(read(two, 0)[:5000], second[0])
-    two.close()
-
-
 def test_a_file_that_ends_early_is_an_error_and_never_old_weights(tmp_path: Path) -> None:
     file, data = filled_file(tmp_path)
     os.ftruncate(file._fd, 2 * 8192 + 4096)
@@ -321,27 +311,6 @@ def test_tokens_are_those_of_a_resident_model(case: str, kind: str, tmp_path: Pa
         run_in_waves(driver, crowd(np.random.default_rng(11), 10))
         stats = driver.stats()
         assert sum(stats.preemptions.values()) > 0 and stats.prefix_hit_tokens > 0
-        found.append(driver.outputs)
-    assert found[0] == found[1]
-    file.close()
-
-
-@pytest.mark.parametrize("kind", ["torch", "native"])
-@pytest.mark.parametrize("num_streamed", [4, 5, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_some_layers_stay_among_those_that_stream(
-    kind: str, num_streamed: int, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    spec = spec_from_config(llama_config(num_hidden_layers=7))
-    plan = plan_for(spec, kind, num_streamed)
-    file = WeightFile(tmp_path, plan.layer_bytes, num_streamed)
-    gather = functools.partial(StreamedLayers, streamed=plan.streamed, transport=file)
-    found = []
-    for gathered in (None, gather):
-        options = () if gathered is None else (gathered,)
-        weights = build_weights(spec, DummyTensors(0, dtype, CPU), maker(kind), *options)
-        driver = make_driver(spec, weights, kind, num_blocks=60)
-        run_in_waves(driver, crowd(np.random.default_rng(5), 5))
         found.append(driver.outputs)
     assert found[0] == found[1]
     file.close()
@@ -550,18 +519,6 @@ def test_explicit_limits_of_a_step_stay(tmp_path: Path) -> None:
     assert (plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens) == (7, 100)
     said = plan_launch(offloading_config(max_num_seqs=64))
     assert (said.limits.max_num_seqs, said.limits.max_num_batched_tokens) == (64, 2048), "64 is said, and kept"
-
-
-def test_where_everything_fits_nothing_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("off", "auto", "10"):
-        plan = plan_launch(replace(DEMO, offload_weights=text))
-        assert plan.offload is None and plan.limits.max_num_seqs == 64
-    weights = plan_launch(DEMO).weight_bytes
-    monkeypatch.setattr("engine.execution.memory.available_memory", lambda: weights)
-    plan = plan_launch(replace(DEMO, offload_weights="auto"))
-    assert plan.offload is not None and plan.held_bytes <= 0.75 * weights
-    with pytest.raises(ConfigError, match="is too small; embeddings"):
-        plan_launch(replace(DEMO, offload_weights="0.0001"))
 
 
 async def test_a_file_that_ends_early_fails_steps_and_the_log_says_why(

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from test_laxity import MODEL, OBJECTIVE
 
-import engine.scheduling.admission
-import engine.scheduling.step
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.errors import QueueFullError
@@ -140,17 +138,6 @@ def test_while_both_have_work_they_get_the_same_time_of_the_machine(policy: str)
             served[request.tenant] += costs.of(len(request.prompt_token_ids), len(record.token_times))
     assert sum(record.ended is None for record in records.values()) > 100, "neither is done"
     assert served["a"] == pytest.approx(served["b"], rel=0.15)
-
-
-def test_with_one_tenant_nothing_asks_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("tenants are compared although there is only one")
-
-    for module in (engine.scheduling.step, engine.scheduling.admission):
-        monkeypatch.setattr(module, "order_tenants", refuse)
-    monkeypatch.setattr(engine.scheduling.admission, "by_tenant", refuse)
-    records = replay(make_core(num_units=SHORT, max_queue_time="10x"), heavy(200))
-    assert any(record.ended is not None for record in records.values())
 
 
 def test_an_arrival_waits_for_its_own_tenant_only() -> None:

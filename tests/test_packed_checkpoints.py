@@ -24,9 +24,8 @@ from engine.execution.cpu.native import library
 from engine.execution.plan import LaunchPlan
 from engine.limits import SchedulerConfig
 from engine.models.checkpoint import Checkpoint, load_weights
-from engine.models.linear import make_linear
 from engine.models.packing import packing_from_config
-from engine.models.quantized import Int4Linear, QuantizedLinear, RoundedWeight
+from engine.models.quantized import Int4Linear, QuantizedLinear
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.transformers_shape import load_shape
 from engine.models.unpacking import dense
@@ -195,23 +194,6 @@ def test_stored_integers_are_computed_with(name: str, case: str, tmp_path: Path)
     torch.testing.assert_close(fused, plain, rtol=0.01, atol=1e-6)  # the type of the scales rounds products
 
 
-def test_native_layers_of_stored_integers_equal_their_twin() -> None:
-    """Of -128, too, which rounding here never gives."""
-    from test_native_ops import native_of
-
-    from engine.execution.cpu.native.library import Level
-
-    generator = torch.Generator().manual_seed(5)
-    values = torch.randint(-128, 128, (70, 100), generator=generator).to(torch.int8)
-    values[0] = -128
-    weight = RoundedWeight(values, torch.rand(70, generator=generator) / 100, torch.float32)
-    x = torch.randn(9, 100, generator=generator)
-    x[0] = 3.0
-    for level in native_library().levels():
-        native = native_of(level, torch.float32 if level <= Level.AVX512 else torch.bfloat16)
-        assert torch.equal(native.linear(weight)(x), make_linear(weight)(x)), level
-
-
 def test_a_start_computes_with_them_natively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens by the kernels and by torch; a layer that was left as it was beside those of integers."""
     packed_checkpoints.write(tmp_path, "w8a8")
@@ -310,12 +292,6 @@ def test_a_start_says_what_it_takes_before_it_reads(tmp_path: Path) -> None:
     packed_checkpoints.write(tmp_path, "w8a8")
     assert "W8A8 int8: " in plan_launch(config_of(tmp_path)).notes[-1]
     assert not plan_launch(config_of(tmp_path, load_format="dummy")).notes
-
-
-def test_few_bits_may_be_rounded_to_integers(tmp_path: Path) -> None:
-    packed_checkpoints.write(tmp_path, "awq")
-    _, plan = generated(config_of(tmp_path, quantization="int8"))
-    assert plan.precision == "float32, int8 layers"
 
 
 # What cannot be read -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from driver import make_request
 from fakes.runner import solo
 from integrity import check_cache
-from test_core_fuzz import BLOCK, LIKE_COPIES, VOCAB, make_fuzz_driver
+from test_core_fuzz import BLOCK, VOCAB, make_fuzz_driver
 from test_hybrid_scheduling import check_solo, make
 
 from engine.api import EngineRequest, RequestClass, RequestTimes, SamplingParams
@@ -20,7 +20,6 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.objective import StepObjective
 from predictor.model import LatencyModel
 
-DEAR_COPIES = LatencyModel(intercept=0.01, prefill_tokens=1e-3, transferred=1.0, restored=1e-5)
 DEAR_TOKENS = LatencyModel(intercept=0.01, prefill_tokens=1.0, transferred=1e-3, restored=1e-5)
 
 
@@ -99,14 +98,6 @@ def test_a_long_prompt_moves_what_its_first_chunk_needs() -> None:
     shelf.check()
 
 
-def test_dear_copies_drop_the_tail() -> None:
-    shelf = Shelf(40, DEAR_COPIES)
-    request = shelf.park([KV] * 5, 18)
-    shelf.parked.reclaim(3, 0, online=True)
-    assert where(request) == "ddd" and request.cache_map.num_parked_tokens == 12 and not shelf.cache.tiers.operations
-    shelf.check()
-
-
 def test_one_past_mixes_tiers_and_kinds() -> None:
     shelf = Shelf(5, DEAR_TOKENS)
     request = shelf.park([HIDDEN, HIDDEN, KV, KV, KV], 20)
@@ -180,16 +171,6 @@ def test_blocks_that_only_waiting_requests_share_can_be_had() -> None:
     shelf.check()
 
 
-def test_units_of_a_step_in_flight_come_free_when_it_has_ended() -> None:
-    shelf = Shelf(40, None)
-    shelf.park([KV] * 5, 20, last_step=3)
-    shelf.parked.reclaim(10, 4, online=True)
-    assert shelf.pool.num_free_units == 30 and shelf.pool.num_deferred_units == 10
-    shelf.cache.tiers.complete_step(3)
-    assert shelf.pool.num_free_units == 40
-    shelf.check()
-
-
 def test_copies_of_a_forgotten_past_are_called_off() -> None:
     """Before the step is launched the host units are free at once; afterwards when the step has ended."""
     for launched in (False, True):
@@ -252,17 +233,6 @@ def mixes(requests: Iterable[Request]) -> set[str]:
             else set()
         )
     return found
-
-
-def test_costs_decide_between_copy_and_recompute() -> None:
-    """The same tail at the front of a context is dropped, far behind it is copied."""
-    places = {}
-    for blocks in (2, 8):
-        shelf = Shelf(40, LIKE_COPIES)
-        request = shelf.park([KV] * blocks, blocks * BLOCK)
-        shelf.parked.reclaim(2, 0, online=True)
-        places[blocks] = where(request)
-    assert places == {2: "d", 8: "dddddddh"}
 
 
 # --- the host's split between K and V and hidden state ---------------------------------------------------------------

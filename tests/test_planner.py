@@ -1,7 +1,6 @@
 """The capacity planner: `tidemill simulate --slo` against machines whose steps are known by hand."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from engine.virtual import Arrival, VirtualRecord, VirtualRun
 from gateway.config import ServerConfig
 from loadgen import InputError, traces, workloads
 from loadgen.plan import Job
-from loadgen.simulation.device import SHARED_CORES, Simulated, named_device, profiled_device, read_profile, shape_of
+from loadgen.simulation.device import SHARED_CORES, named_device, profiled_device, read_profile, shape_of
 from loadgen.simulation.planner import Answer, Question, answer, measured, parts
 from loadgen.simulation.run import Ran
 from loadgen.traces import Trace
@@ -57,9 +56,7 @@ def ask(profile: Path, slo: str, made: workloads.Workload | None = None, **more:
     return answer(question)
 
 
-@pytest.mark.parametrize(
-    "slo", ["tbt_p99=100ms", "tbt_mean=45ms", "ttft_p99=600ms,tbt_p99=90ms", "100%", "ttft_mean=20%"]
-)
+@pytest.mark.parametrize("slo", ["tbt_mean=45ms", "ttft_p99=600ms,tbt_p99=90ms", "ttft_mean=20%"])
 def test_every_form_of_an_slo_gets_a_budget_that_keeps_it(profile: Path, slo: str) -> None:
     found = ask(profile, slo)
     assert found.kept and found.search is not None and found.search.confirmed
@@ -75,16 +72,6 @@ def test_every_form_of_an_slo_gets_a_budget_that_keeps_it(profile: Path, slo: st
             assert verdict.beside <= verdict.bound == verdict.objective.limit
         else:
             assert verdict.share is not None and verdict.share >= 0.99
-
-
-def test_a_looser_promise_leaves_more_to_offline_work(profile: Path) -> None:
-    tight, loose = (ask(profile, slo).beside.offline_tokens for slo in ("tbt_p99=42ms", "tbt_p99=150ms"))
-    assert 0 < tight < 0.8 * loose
-
-
-def test_answers_repeat_themselves(profile: Path) -> None:
-    one, other = (ask(profile, "tbt_p99=120ms") for _ in range(2))
-    assert one.budget == other.budget and one.beside == other.beside
 
 
 def test_an_slo_out_of_reach_is_said_and_so_is_why(profile: Path) -> None:
@@ -119,11 +106,6 @@ def test_a_given_budget_is_taken_without_a_search(profile: Path) -> None:
     assert found.search is None and found.budget.latency_budget == 0.060
     assert found.beside.requests > 40, "the whole traffic is reported"
     assert "(given)" in plan_report.show(found, "MODEL", ())
-
-
-def test_a_budget_of_zero_leaves_offline_work_the_idle_time(profile: Path) -> None:
-    found = ask(profile, "tbt_p99=120ms", traffic(rate=0.25), budget=BudgetParams("tidemill", 0.0))
-    assert found.beside.offline_tokens > 0 and found.kept
 
 
 def test_one_class_alone_is_a_question_too(profile: Path) -> None:
@@ -358,7 +340,7 @@ def test_a_half_without_requests_is_refused(profile: Path) -> None:
 
 @pytest.mark.parametrize(
     ("device", "given", "steps"),
-    [("h100", {}, (256, 2048)), ("rtx-4090", {}, (256, 2048)), ("h100", {"max_num_seqs": 32}, (32, 2048))],
+    [("rtx-4090", {}, (256, 2048)), ("h100", {"max_num_seqs": 32}, (32, 2048))],
 )
 def test_a_machine_by_name_takes_the_steps_of_a_real_start(
     device: str, given: dict[str, int], steps: tuple[int, int]
@@ -378,10 +360,3 @@ def test_a_profile_of_wide_steps_is_simulated_with_wide_steps(profile: Path, tmp
     replace(measured, model=replace(measured.model, token_limit=2048)).save(wide)
     found = [profiled_device(path, EngineConfig()).config.max_num_batched_tokens for path in (profile, wide)]
     assert found == [512, 2048]
-
-
-def test_a_machine_by_name_starts_with_a_sweep_of_its_own() -> None:
-    made = named_device("qwen2.5-0.5b", "h100", EngineConfig())
-    assert isinstance(made, Simulated) and 0.001 < made.mape < 0.05
-    model, _ = made.start(0)
-    assert model.num_observed == 0 and math.isfinite(model.scale)

@@ -10,33 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from integrity import check_pool
 from support.fuzz import machine_test
 
-from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier, extend_hashes
+from engine.cache.blocks import CacheBlock, CacheKind, Tier, extend_hashes
 from engine.cache.pool import BlockPool
 from engine.cache.tiers import Tiers
 from engine.limits import SchedulerConfig
 
 HELD = [kind for kind in CacheKind if kind.form.units]  # the uses of a block
-
-
-@pytest.mark.parametrize("kind", HELD)
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_many_free_blocks_at_once_are_those_that_one_by_one_would_give(kind: CacheKind, count: int) -> None:
-    pools = BlockPool(12), BlockPool(12)
-    for pool in pools:
-        pool.complete_step(0)
-        held = [pool.allocate(CacheKind.HIDDEN, online=True) for _ in range(2)]
-        assert held[0] is not None
-        pool.release(held[0], last_step=0)
-        held.pop(0)
-    alone = [pools[0].allocate(kind, online=False) for _ in range(count)]
-    together = pools[1].take_free(kind, count, online=False)
-    assert [b.entry for b in alone if b] == [b.entry for b in together] and len(together) == count
-    assert all(isinstance(b.entry, CacheEntry) and b.ref_count == 1 and not b.online for b in together)
-    assert pools[0].num_owned_units == pools[1].num_owned_units and pools[0].num_free_units == pools[1].num_free_units
-    last = [pool.allocate(CacheKind.HIDDEN, online=True) for pool in pools]
-    assert last[0] is not None and last[1] is not None and last[0].entry == last[1].entry
-    with pytest.raises(AssertionError, match="so many units"):
-        pools[1].take_free(kind, 12, online=False)
 
 
 def test_a_chunk_takes_its_free_blocks_at_once() -> None:
@@ -46,15 +25,6 @@ def test_a_chunk_takes_its_free_blocks_at_once() -> None:
     with mock.patch.object(BlockPool, "allocate", side_effect=AssertionError("one by one")):
         driver.run()
     assert len(driver.outputs["long"]) == 20
-
-
-def test_double_release_is_caught() -> None:
-    pool = BlockPool(2)
-    block = pool.allocate(CacheKind.KV, online=True)
-    assert block is not None
-    pool.release(block, last_step=-1)
-    with pytest.raises(AssertionError):
-        pool.release(block, last_step=-1)
 
 
 def test_hashes_are_chained_salted_and_extended() -> None:
@@ -74,45 +44,11 @@ def test_hashes_are_chained_salted_and_extended() -> None:
     assert other_head[1] != hashes[1], "equal tokens after another head are another prefix"
 
 
-def take_kv(pool: BlockPool) -> CacheBlock:
-    block = pool.allocate(CacheKind.KV, online=True)
-    assert block is not None
-    return block
-
-
-def test_a_pool_grows_behind_its_end_and_uses_new_units_last() -> None:
-    pool = BlockPool(4)
-    pool.grow(2)
-    assert pool.num_units == 6 and pool.num_available_units == 6
-    blocks = [take_kv(pool) for _ in range(3)]
-    assert {*blocks[0].entry.units, *blocks[1].entry.units} == {0, 1, 2, 3}
-    assert set(blocks[2].entry.units) == {4, 5}
-    check_pool(pool, blocks)
-
-
 kinds = st.sampled_from(HELD)
 
 
 def places(block: CacheBlock) -> set[tuple[Tier, int]]:
     return {(block.entry.tier, unit) for unit in block.entry.units}
-
-
-def test_a_block_of_a_paired_pool_lies_in_neighbours_whatever_came_and_went() -> None:
-    pool = BlockPool(8, paired=True)
-    blocks = [take_kv(pool) for _ in range(4)]
-    for block in (blocks[2], blocks[0], blocks[3]):
-        pool.release(block, -1)
-    blocks = [blocks[1], *(take_kv(pool) for _ in range(3))]
-    assert sorted(block.entry.units for block in blocks) == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    with pytest.raises(AssertionError, match="half of a block"):
-        pool.shrink(1)
-    single = pool.allocate(CacheKind.HIDDEN, online=True)
-    assert single is None, "it is full"
-    pool.release(blocks.pop(), -1)
-    single = pool.allocate(CacheKind.HIDDEN, online=True)
-    assert single is not None
-    with pytest.raises(AssertionError, match="behind its K"):
-        check_pool(pool, [*blocks, single])
 
 
 @pytest.mark.parametrize("options", [{"scratch_blocks": 4}, {}])

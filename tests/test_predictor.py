@@ -15,7 +15,7 @@ from engine.limits import Limits
 from engine.profiling.sweep import StepShape, anchor_shapes, find_knee, plan_sweep, run_sweep
 from predictor.features import BatchFeatures, FeatureRow
 from predictor.fitting import fit
-from predictor.model import LINEAR_TERMS, LatencyModel, default_knots, largest_chunk
+from predictor.model import LINEAR_TERMS, LatencyModel, default_knots
 from predictor.online import OnlineModel, Tail
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.samples import Sample, SampleLog, split_samples
@@ -89,15 +89,6 @@ def test_features_are_the_sums_of_the_definition() -> None:
     features.add_masked(1)
     attention = sum(10 + i for i in (1, 2, 3, 4)) + 1 + 2
     assert features.row() == FeatureRow(10, 4, 400, 2, 6, attention, 5, 6, 7, 2, 4, 14 + 2, 1, 3)
-
-
-@given(batches(), chunk)
-@settings(deadline=None)
-def test_a_copy_and_a_row_are_values_of_their_own(features: BatchFeatures, added: tuple[int, int]) -> None:
-    before = features.copy()
-    features.add_chunk(*added)
-    assert features != before
-    assert BatchFeatures.from_row(before.row()) == before
 
 
 def test_a_sample_log_keeps_samples_and_overwrites_the_oldest() -> None:
@@ -198,14 +189,6 @@ def test_max_prefill_is_maximal_and_monotone(
     assert model.max_prefill(features, seconds * less, max_tokens, start) <= best
 
 
-def test_largest_chunk_prices_a_single_token_on_its_own() -> None:
-    assert largest_chunk(lambda length: 5.0 if length == 1 else 1.0, 2.0, 10) == 10
-    assert largest_chunk(lambda length: 5.0 if length == 1 else float(length), 2.0, 10) == 2
-    assert largest_chunk(lambda length: 0.5 if length == 1 else float(length), 1.0, 10) == 1
-    assert largest_chunk(lambda length: float(length), 0.5, 10) == 0
-    assert largest_chunk(lambda length: 0.0, 1.0, 0) == 0
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -231,13 +214,6 @@ def test_the_tail_of_the_step_times() -> None:
         tail.add(rng.expovariate(100.0) if rng.random() < 0.005 else -0.001)
     assert 0.02 < tail.excess(2e-4) < 0.045, "about 10 ms times the logarithm of 25"
     assert tail.excess(0.5) == 0.0
-
-
-def test_mape_needs_samples() -> None:
-    model = LatencyModel(intercept=2.0)
-    assert model.mape([Sample(BatchFeatures(), 1.0), Sample(BatchFeatures(), 4.0)]) == pytest.approx(0.75)
-    with pytest.raises(ValueError, match="at least one sample"):
-        model.mape([])
 
 
 # Fitting
@@ -277,11 +253,6 @@ def test_coefficients_are_never_negative_even_where_that_would_fit_better() -> N
     model = fit(falling, token_limit=64)
     assert min(getattr(model, name) for name in LINEAR_TERMS) >= 0.0
     assert min(model.hinges) >= 0.0
-
-
-def test_one_sample_is_enough_to_fit() -> None:
-    sample = noisy_samples(1, 0)[0]
-    assert fit([sample]).predict(sample.features) == pytest.approx(sample.seconds)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
@@ -375,11 +346,6 @@ def test_a_damaged_profile_is_one_clear_line(tmp_path: Path, profile: Profile, d
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_a_missing_profile_is_a_profile_error(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="cannot be read"):
-        Profile.load(tmp_path / "none.json", KEY)
-
-
 def test_a_crash_while_writing_leaves_the_old_profile(
     tmp_path: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,12 +428,6 @@ def test_a_slow_device_stops_in_time_with_a_usable_fit(slowdown: float) -> None:
     assert fit(samples, token_limit=2048).mape(mix) < (0.05 if slowdown == 30 else 0.3)
 
 
-def test_a_sweep_without_time_still_measures_one_shape() -> None:
-    device = Device()
-    assert len(run_sweep(device.measure, LIMITS, 0.0, device.clock)) == 1
-    assert device.runs == 1
-
-
 def test_a_sample_is_the_median_after_a_warm_up() -> None:
     times = iter([9.0, 1.0, 5.0, 2.0] * 1000)
     samples = run_sweep(lambda shape: next(times), LIMITS, 1.0, lambda: 0.0, max_shapes=3)
@@ -544,14 +504,6 @@ def test_a_few_odd_steps_do_not_move_the_scale_at_once() -> None:
     assert model.scale < 1.3
 
 
-def test_the_scale_follows_a_slower_device_and_comes_back() -> None:
-    model, rng = online()
-    run_steps(model, rng, 500, factor=2.0)
-    assert model.scale == pytest.approx(2.0, rel=0.05)
-    run_steps(model, rng, 500, factor=1.0)
-    assert model.scale == pytest.approx(1.0, rel=0.05)
-
-
 def test_a_fast_spell_is_not_counted_on_until_it_is_the_usual() -> None:
     model, features = OnlineModel(LatencyModel(intercept=0.1)), BatchFeatures()
     features.add_decodes(4, 400)
@@ -619,11 +571,6 @@ def test_a_worse_fit_starts_with_a_wider_margin(mape: float, margin: float) -> N
     model = OnlineModel(MODEL, mape)
     assert model.predict(step) == pytest.approx((1.0 + margin) * MODEL.predict(step))
     assert model.expected(step) == MODEL.predict(step) and model.mape == 0.0
-
-
-def test_a_scaled_model_predicts_scaled_times() -> None:
-    for features in (random_step(random.Random(i)) for i in range(20)):
-        assert MODEL.scaled(1.7).predict(features) == pytest.approx(1.7 * MODEL.predict(features))
 
 
 def test_residuals_are_what_steps_took_by_what_was_expected() -> None:

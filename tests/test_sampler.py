@@ -151,15 +151,6 @@ def test_the_ends_of_the_unit_interval(uniform: float, monkeypatch: pytest.Monke
     assert tokens == pairs[:, 0 if uniform == 0 else 1].tolist()
 
 
-def test_frequencies_follow_the_distribution() -> None:
-    probabilities = np.array([0.5, 0.25, 0.15, 0.08, 0.02])
-    count = 20_000
-    logits = torch.from_numpy(np.log(probabilities)).float().expand(count, -1).clone()
-    tokens, _ = run(logits, [params(seed=seed) for seed in range(count)])
-    seen = np.bincount(tokens, minlength=5) / count
-    assert np.abs(seen - probabilities).max() < 0.015
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.02])
 def test_no_weight_is_subnormal(temperature: float) -> None:
     exponents = torch.arange(-110.7, 0.0, 0.7, dtype=torch.float64)
@@ -211,17 +202,6 @@ def test_uniforms_are_splitmix64(seed: int) -> None:
     for position in (0, 1, 1000):
         expected = (splitmix((stream + (position + 1) * golden) & mask) >> 12) / 2**52
         assert uniforms(np.array([seed]), np.array([position]))[0] == expected
-
-
-def test_uniforms_are_uniform_and_uncorrelated() -> None:
-    seeds, positions = (x.ravel() for x in np.meshgrid(np.arange(200), np.arange(200)))
-    numbers = uniforms(seeds, positions)
-    assert len(np.unique(numbers)) == len(numbers)
-    assert numbers.min() >= 0 and numbers.max() < 1
-    assert np.abs(np.histogram(numbers, bins=20, range=(0, 1))[0] / 2000 - 1).max() < 0.1
-    grid = numbers.reshape(200, 200)
-    for shift in ((0, 1), (1, 0), (1, 1)):
-        assert abs(np.corrcoef(grid.ravel(), np.roll(grid, shift, (0, 1)).ravel())[0, 1]) < 0.02
 
 
 # --- penalties, bias, minimum length -----------------------------------------------------------------------------
@@ -276,12 +256,6 @@ def test_edits_equal_the_reference(edits: dict[str, object]) -> None:
         assert tokens[0] == logits[0].argmax()
         assert tokens[2] == logits[2].argmax()
         assert tokens[1] == reference_edits(logits[1], edited, prompt, output).argmax()
-
-
-def test_no_output_yet() -> None:
-    wish = params(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0)
-    logits = torch.tensor([[1.0, 1.5, 0.9]])
-    assert run(logits, [wish], [[1]], num_prompt=1)[0] == [0]
 
 
 # --- log-probabilities -------------------------------------------------------------------------------------------

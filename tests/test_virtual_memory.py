@@ -58,27 +58,6 @@ def test_the_structures_are_as_large_as_the_driver_has_them() -> None:
     assert [ctypes.sizeof(each) for each in (Location, Properties, Access)] == [8, 32, 12]
 
 
-def test_a_piece_takes_what_it_holds_along() -> None:
-    memory, driver = fake_memory()
-    here, there = memory.reserve(3 * GRAIN), memory.reserve(5 * GRAIN)
-    assert (here.num_bytes, here.backed, there.backed) == (3 * GRAIN, 0, 0)
-    first, second = memory.create(GRAIN - 7), memory.create(GRAIN + 1)
-    assert [each.num_bytes for each in (first, second)] == [GRAIN, 2 * GRAIN]
-    here.push([first, second])
-    mark(here, 0, 7)
-    mark(here, 1, 9)
-    view = here.tensor
-    there.push([here.pop()])
-    there.push([here.pop()])
-    assert values(there) == [9, 7] and there.backed == 3 * GRAIN and not here.pieces
-    here.push([there.pop()])
-    assert values(here) == [7] and view[0] == 7, "the same addresses"
-    assert driver.counts["cuMemCreate"] == 2 and not driver.counts["cuMemRelease"]
-    del view
-    memory.close()
-    assert not driver.memory and not driver.mapped and not driver.reserved
-
-
 @pytest.mark.parametrize(("name", "at"), [("cuMemMap", 0), ("cuMemMap", 2), ("cuMemSetAccess", 0)])
 @pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, 719])
 def test_what_the_driver_refuses_changes_nothing(name: str, at: int, code: int) -> None:

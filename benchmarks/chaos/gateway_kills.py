@@ -185,6 +185,6 @@ async def gateway(scale: Scale) -> list[Promise]:
                 times[phase] += 1
                 await killed.in_phase(phase)
         await asyncio.to_thread(server.end)
-    killed.left_over()
+        killed.left_over()
     print(f"  killed: {dict(times)}", flush=True)
     return [none_of("harm", killed.harm)]
