@@ -25,15 +25,11 @@ _PROMISE = (
 """Fields of `ColocationStats` in the answer of /ready."""
 
 
-def _ok() -> Response:
-    return Response(b'{"status":"ok"}', media_type="application/json")
-
-
 @router.get("/health")
 async def health(request: Request) -> Response:
     if context_of(request).client.state is EngineState.DEAD:
         raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
-    return _ok()
+    return Response(b'{"status":"ok"}', media_type="application/json")
 
 
 @router.get("/ready")

@@ -4,12 +4,9 @@ A unit-rate renewal process (constant, Poisson or gamma gaps) is mapped through 
 same construction serves a fixed rate and any rate curve.
 """
 
-import csv
-import gzip
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, TextIO, cast
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,11 +41,6 @@ class RateCurve:
     def mean_rate(self) -> float:
         """Mean requests/s over a period."""
         return float((self.durations * self.rates).sum() / self.period)
-
-    def at(self, time: float) -> float:
-        """Return the rate at `time` seconds after the start."""
-        index = int(np.searchsorted(np.cumsum(self.durations), time % self.period, side="right"))
-        return float(self.rates[min(index, len(self.rates) - 1)])
 
     def scaled(self, mean_rate: float) -> "RateCurve":
         """Return a curve of the same shape with mean rate `mean_rate`, requests/s."""
@@ -123,11 +115,9 @@ def parse_curve(text: str) -> RateCurve:
     """Parse a rate curve of the command line.
 
     `steps:90@15,90@1` (seconds@requests/s) · `sine:mean=5,amplitude=3,period=60` ·
-    `burst:base=1,peak=10,every=60,for=10` · `envelope:FILE[#model]` (CSV with `t` and `rate` columns).
+    `burst:base=1,peak=10,every=60,for=10`.
     """
     kind, _, rest = text.partition(":")
-    if kind == "envelope":
-        return read_envelope(rest)
     try:
         if kind == "steps":
             pairs = [part.split("@") for part in rest.split(",")]
@@ -140,7 +130,7 @@ def parse_curve(text: str) -> RateCurve:
             return burst(named.pop("base"), named.pop("peak"), named.pop("every"), peak_for, **named)
     except (KeyError, ValueError, TypeError) as error:
         raise InputError(f"invalid rate curve {text!r}: {error}") from None
-    raise InputError(f"unknown rate curve {kind!r}: use steps, sine, burst or envelope")
+    raise InputError(f"unknown rate curve {kind!r}: use steps, sine or burst")
 
 
 def sine(mean: float, amplitude: float, period: float, steps: float = 200) -> RateCurve:
@@ -155,32 +145,3 @@ def sine(mean: float, amplitude: float, period: float, steps: float = 200) -> Ra
 def burst(base: float, peak: float, every: float, peak_for: float) -> RateCurve:
     """Return `base` requests/s, with `peak` requests/s in the last `peak_for` of every `every` seconds."""
     return RateCurve(np.array([every - peak_for, peak_for]), np.array([base, peak]))
-
-
-def read_envelope(reference: str) -> RateCurve:
-    """Read a rate curve from a CSV (or `.csv.gz`) with columns `t` (s) and `rate` or `rate_req_per_s`.
-
-    `FILE#name` selects the rows whose `model` column is `name`. The last step is as long as the one before it.
-    """
-    name, _, model = reference.partition("#")
-    path = Path(name)
-    try:
-        with _open_text(path) as stream:
-            rows = [row for row in csv.DictReader(stream) if not model or row.get("model") == model]
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    try:
-        times = np.array([float(row["t"]) for row in rows])
-        rates = np.array([float(row["rate"] if "rate" in row else row["rate_req_per_s"]) for row in rows])
-    except (KeyError, ValueError) as error:
-        raise InputError(f"{path}: an envelope needs the columns t and rate ({error})") from None
-    if len(times) < 2:
-        raise InputError(f"{path}: an envelope needs at least two rows")
-    durations = np.diff(times)
-    return RateCurve(np.append(durations, durations[-1]), rates)
-
-
-def _open_text(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")

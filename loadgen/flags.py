@@ -127,7 +127,7 @@ def add_arrivals(group: argparse._ArgumentGroup, *more: str) -> None:
     group.add_argument(
         "--rate-curve",
         default=None,
-        help="rate over time: steps:90@15,90@1 | sine:mean=,amplitude=,period= | burst:... | envelope:FILE",
+        help="rate over time: steps:90@15,90@1 | sine:mean=,amplitude=,period= | burst:...",
     )
 
 

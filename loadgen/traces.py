@@ -60,11 +60,6 @@ class Trace:
         """Requests/s over the span; 0 for a trace without times."""
         return len(self) / self.span if self.span > 0 else 0.0
 
-    @property
-    def blocks(self) -> bool:
-        """Whether every shared segment, except the last of a prompt, is a complete prefix block."""
-        return all(size == PREFIX_BLOCK for item in self.content for _, size in item.segments[:-1])
-
     def content_of(self, index: int) -> Content:
         """Return the content of a request; empty if the trace has lengths only."""
         return self.content[index] if self.content else Content()

@@ -45,16 +45,6 @@ def expected_end(batch: Mapping[str, Any]) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
-def token_counts(batch: Mapping[str, Any]) -> tuple[int, int | None]:
-    """Return the prompt and output tokens of the finished lines, and those that the server expects of the others."""
-    return (batch.get("usage") or {}).get("total_tokens") or 0, _note(batch, "tidemill.remaining_tokens")
-
-
-def _note(batch: Mapping[str, Any], name: str) -> int | None:
-    text = str((batch.get("metadata") or {}).get(name, ""))
-    return int(text) if text.isascii() and text.isdigit() else None
-
-
 def eta_text(batch: Mapping[str, Any], now: float | None = None) -> str:
     """Return when the server expects the batch to end and the tokens until then, e.g. "done in about 10 to
     14 min (13:36), 81,000 tokens left"; empty if it does not know. The time of day is the latest end."""
@@ -63,8 +53,8 @@ def eta_text(batch: Mapping[str, Any], now: float | None = None) -> str:
         return ""
     now = time.time() if now is None else now
     late = ", may miss its window" if batch["metadata"].get("tidemill.at_risk") == "true" else ""
-    tokens = token_counts(batch)[1]
-    more = "" if tokens is None else f", {tokens:,} tokens left"
+    tokens = str(batch["metadata"].get("tidemill.remaining_tokens", ""))
+    more = f", {int(tokens):,} tokens left" if tokens.isascii() and tokens.isdigit() else ""
     clock = time.strftime("%H:%M", time.localtime(end[1]))
     return f"done in {range_text(end[0] - now, end[1] - now)} ({clock}){more}{late}"
 

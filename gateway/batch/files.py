@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from email.message import Message
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -27,6 +28,7 @@ from gateway.batch.resources import (
     json_response,
     list_response,
     read_page,
+    refuse,
     state_of,
     unknown_cursor,
 )
@@ -262,25 +264,19 @@ class FileExpiry(StrictBody):
 @router.post("/v1/files", openapi_extra=_UPLOAD)
 async def create_file(request: Request) -> Response:
     context_of(request).lifecycle.check_accepting()
-    state, tenant = state_of(request), tenant_of(request)
-    quota = context_of(request).keys.quota(tenant).bytes
-    async with state.uploads.place(tenant):
+    state = state_of(request)
+    quota = context_of(request).keys.quota(tenant_of(request)).bytes
+    async with state.uploads.place(tenant_of(request)):
         max_bytes = await _room(request, quota)
-        temp = await to_thread.run_sync(state.folder.create_temp)
-        try:
-            upload = await _receive(request, temp, max_bytes)
-            file = _file_object(upload, temp.size, tenant, state.now())
+        async with _temporary(state) as temp:
+            try:
+                upload = await _receive(request, temp, max_bytes)
+            except ApiError as error:
+                if error.status == 413 and quota is not None and max_bytes < state.limits.file_bytes:
+                    raise _quota_reached(quota, quota - max_bytes) from None
+                raise
+            file = _file_object(upload, temp.size, tenant_of(request), state.now())
             await _store_file(state, temp, file, quota)
-        except ApiError as error:
-            if error.status == 413 and quota is not None and max_bytes < state.limits.file_bytes:
-                raise _quota_reached(quota, quota - max_bytes) from None
-            raise
-        except StorageQuota as error:
-            assert quota is not None
-            raise _quota_reached(quota, error.used) from None
-        finally:
-            with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(temp.discard)
     return json_response(file.as_json())
 
 
@@ -288,20 +284,23 @@ async def store_content(request: Request, content: bytes, filename: str) -> File
     """Store the input file of a batch that was sent in another form. Raises ApiError 413 beyond the tenant's quota."""
     state, tenant = state_of(request), tenant_of(request)
     quota = context_of(request).keys.quota(tenant).bytes
-    async with state.uploads.place(tenant):
-        temp = await to_thread.run_sync(state.folder.create_temp)
-        try:
-            await to_thread.run_sync(_write, state, temp, content)
-            now = state.now()
-            file = FileObject(new_file_id(), tenant, temp.size, now, filename, "batch", now + DEFAULT_EXPIRY)
-            await _store_file(state, temp, file, quota)
-        except StorageQuota as error:
-            assert quota is not None
-            raise _quota_reached(quota, error.used) from None
-        finally:
-            with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(temp.discard)
+    async with state.uploads.place(tenant), _temporary(state) as temp:
+        await to_thread.run_sync(_write, state, temp, content)
+        now = state.now()
+        file = FileObject(new_file_id(), tenant, temp.size, now, filename, "batch", now + DEFAULT_EXPIRY)
+        await _store_file(state, temp, file, quota)
     return file
+
+
+@asynccontextmanager
+async def _temporary(state: BatchState) -> AsyncIterator[DiskFile]:
+    """Yield a new file, which is removed at the end unless it was published."""
+    temp = await to_thread.run_sync(state.folder.create_temp)
+    try:
+        yield temp
+    finally:
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(temp.discard)
 
 
 def _write(state: BatchState, temp: DiskFile, content: bytes) -> None:
@@ -346,11 +345,9 @@ async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> Upload:
 def _file_object(upload: Upload, size: int, tenant: str, now: int) -> FileObject:
     purpose = upload.fields.get("purpose")
     if purpose is None:
-        raise ApiError(
-            400, "Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter"
-        )
+        _refuse("Missing required parameter: 'purpose'.", "purpose", "missing_required_parameter")
     if purpose != "batch":
-        raise ApiError(400, "'purpose' must be 'batch'.", param="purpose", code="invalid_value")
+        _refuse("'purpose' must be 'batch'.", "purpose")
     expires_at = now + _expiry(upload.fields)
     assert upload.filename is not None
     return FileObject(new_file_id(), tenant, size, now, upload.filename, purpose, expires_at)
@@ -361,21 +358,18 @@ def _expiry(fields: dict[str, str]) -> int:
     if anchor is None and seconds is None:
         return DEFAULT_EXPIRY
     if anchor != "created_at":
-        param = "expires_after[anchor]"
-        raise ApiError(400, f"'{param}' must be 'created_at'.", param=param, code="invalid_value")
+        refuse("expires_after[anchor]", "'created_at'")
     if seconds is None or not (seconds.isascii() and seconds.isdigit() and len(seconds) <= 10):
         seconds = "0"
     if not MIN_EXPIRY <= int(seconds) <= MAX_EXPIRY:
-        param = "expires_after[seconds]"
-        message = f"'{param}' must be between {MIN_EXPIRY} and {MAX_EXPIRY}."
-        raise ApiError(400, message, param=param, code="invalid_value")
+        refuse("expires_after[seconds]", f"between {MIN_EXPIRY} and {MAX_EXPIRY}")
     return int(seconds)
 
 
 async def _store_file(state: BatchState, temp: DiskFile, file: FileObject, quota: int | None) -> None:
     """Announce the id, then store body and row: the next start removes the leftovers of a crash in between.
 
-    Raises StorageQuota and StorageError.
+    Raises StorageError, and ApiError 413 beyond the quota.
     """
     await state.folder.store.announce_files([file.id])
     try:
@@ -383,6 +377,8 @@ async def _store_file(state: BatchState, temp: DiskFile, file: FileObject, quota
         await state.folder.store.add_file(file, quota)
     except (StorageError, StorageQuota) as error:
         await state.folder.withdraw(error, file.id)
+        if isinstance(error, StorageQuota) and quota is not None:
+            raise _quota_reached(quota, error.used) from None
         raise
 
 

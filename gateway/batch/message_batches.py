@@ -20,7 +20,7 @@ from engine.errors import InvalidRequestError
 from engine.machine.processes import die_with_parent
 from gateway.batch.files import FileContent, find_file, open_content, remove_file, store_content
 from gateway.batch.input import check_input
-from gateway.batch.resources import describe_page, json_response, read_page, state_of, unknown_cursor
+from gateway.batch.resources import describe_body, describe_page, json_response, read_page, state_of, unknown_cursor
 from gateway.batch.routes import DEFAULT_LISTED, add_batch, cancel, find_batch
 from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import listed_tenant, reached_tenant
@@ -60,36 +60,7 @@ class MessageBatchRequest(StrictBody):
     requests: Annotated[list[BatchedMessage], Field(min_length=1, max_length=MAX_REQUESTS, fail_fast=True)]
 
 
-_CREATE: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "required": ["requests"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "requests": {
-                            "type": "array",
-                            "minItems": 1,
-                            "maxItems": MAX_REQUESTS,
-                            "items": {
-                                "type": "object",
-                                "required": ["custom_id", "params"],
-                                "additionalProperties": False,
-                                "properties": {"custom_id": {"type": "string"}, "params": {"type": "object"}},
-                            },
-                        }
-                    },
-                }
-            }
-        },
-    }
-}
-
-
-@router.post(PATH, openapi_extra=_CREATE)
+@router.post(PATH, openapi_extra=describe_body(MessageBatchRequest))
 async def create_message_batch(request: Request) -> Response:
     context_of(request).lifecycle.check_accepting()
     state, tenant = state_of(request), tenant_of(request)

@@ -6,6 +6,7 @@ from typing import Any, NoReturn, cast
 
 import orjson
 from anyio import CapacityLimiter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -50,7 +51,7 @@ MAX_CURSOR_CHARS = 128
 
 
 def refuse(param: str, rule: str) -> NoReturn:
-    """Raise ApiError 400 for an invalid query parameter."""
+    """Raise ApiError 400 for an invalid parameter."""
     raise ApiError(400, f"'{param}' must be {rule}.", param=param, code="invalid_value")
 
 
@@ -88,6 +89,23 @@ def list_response(objects: Sequence[dict[str, Any]], has_more: bool) -> Response
 
 def json_response(content: dict[str, Any]) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
+
+
+def describe_body(body: type[BaseModel]) -> dict[str, Any]:
+    """Return the OpenAPI description of a JSON body, without references."""
+    schema = body.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return resolved(definitions[value["$ref"].rpartition("/")[2]])
+        return {name: resolved(each) for name, each in value.items()}
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": resolved(schema)}}}}
 
 
 def describe_page(most: int, *names: str, cursors: tuple[str, ...] = ("after",)) -> dict[str, Any]:

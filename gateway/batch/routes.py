@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from gateway.batch.files import FileExpiry, no_such_file
 from gateway.batch.resources import (
+    describe_body,
     describe_page,
     json_response,
     list_response,
@@ -79,30 +80,23 @@ class BatchRequest(StrictBody):
     output_expires_after: FileExpiry | None = None
 
 
-_SCHEMA = BatchRequest.model_json_schema()
-_SCHEMA["properties"]["output_expires_after"]["anyOf"][0] = _SCHEMA.pop("$defs")["FileExpiry"]
-_CREATE = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
-
-
 def window_seconds(text: str) -> int:
     """Return the seconds of a completion window such as 24h, 90m or 7d. Raises ApiError 400."""
     match = _WINDOW.fullmatch(text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
     if not 1 <= seconds <= MAX_WINDOW_SECONDS:
-        message = "'completion_window' must be a duration like 24h, 90m or 7d, of at most 30 days."
-        raise ApiError(400, message, param="completion_window", code="invalid_value")
+        refuse("completion_window", "a duration like 24h, 90m or 7d, of at most 30 days")
     return seconds
 
 
-@router.post("/v1/batches", openapi_extra=_CREATE)
+@router.post("/v1/batches", openapi_extra=describe_body(BatchRequest))
 async def create_batch(request: Request) -> Response:
     context_of(request).lifecycle.check_accepting()
     state = state_of(request)
     body = await read_json(request, lambda raw: validate(BatchRequest, parse_json(raw)))
     _check_metadata(body.metadata or {})
     if body.endpoint not in ENDPOINTS:
-        message = f"'endpoint' must be one of {', '.join(ENDPOINTS)}."
-        raise ApiError(400, message, param="endpoint", code="invalid_value")
+        refuse("endpoint", f"one of {', '.join(ENDPOINTS)}")
     now = state.now()
     batch = BatchJob(
         id=new_batch_id(),

@@ -184,7 +184,8 @@ class BatchWorker:
             batch = await self._store.load_batch(batch_id)
             is_running = status in (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING)
             has_time = is_running and self.clock.expiry_now() < batch.expires_at
-            late = status is BatchStatus.CANCELLING and self.clock.now() >= self._cancel_deadline(batch)
+            deadline = batch.times.get("cancelling_at", math.inf) + self._limits.cancel_seconds
+            late = status is BatchStatus.CANCELLING and self.clock.now() >= deadline
             if batch.status is not status or has_time or not (faults >= self._limits.attempts or late):
                 return False
             await self._finisher.give_up(batch)
@@ -192,9 +193,6 @@ class BatchWorker:
         except BaseException as raised:  # the caller must keep driving the batch
             log_unexpected(as_error(raised))
             return False
-
-    def _cancel_deadline(self, batch: BatchJob) -> float:
-        return batch.times["cancelling_at"] + self._limits.cancel_seconds
 
     async def _drive(self, batch_id: str) -> None:
         while True:

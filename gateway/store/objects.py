@@ -88,10 +88,6 @@ def new_batch_id() -> str:
     return f"batch_{secrets.token_hex(16)}"
 
 
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 @dataclass(frozen=True, slots=True)
 class FileObject:
     """A completely stored file."""
@@ -119,7 +115,7 @@ class FileObject:
             "status_details": self.damage,
             "expires_at": self.expires_at,
         }
-        return _given(fields)
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class InputError(NamedTuple):
@@ -275,20 +271,20 @@ class FileInUse(Exception):
     """The file is the input of a batch that has not ended."""
 
 
-class StorageQuota(Exception):
-    """A file would exceed the storage quota of its tenant. `used`: bytes already stored."""
+class QuotaReached(Exception):
+    """An object would exceed a quota of its tenant, of which `used` is in use."""
 
     def __init__(self, used: int) -> None:
         super().__init__(used)
         self.used = used
 
 
-class LineQuota(Exception):
-    """A batch would exceed the line quota of its tenant. `used`: lines in its other unfinished batches."""
+class StorageQuota(QuotaReached):
+    """Bytes of stored files."""
 
-    def __init__(self, used: int) -> None:
-        super().__init__(used)
-        self.used = used
+
+class LineQuota(QuotaReached):
+    """Lines in unfinished batches."""
 
 
 class NoSuchFile(Exception):
