@@ -1,4 +1,4 @@
-"""What may happen to any core at any moment, as the rules of a state machine; its end compares with the solo run."""
+"""Events that may reach any core at any moment, as rules of a state machine; its end compares with the solo run."""
 
 import hypothesis.strategies as st
 from driver import Driver
@@ -9,7 +9,7 @@ from engine.api import EngineRequest, FinishReason
 
 
 class CoreRules(RuleBasedStateMachine):
-    """A subclass makes the `driver`, of a FakeRunner of `vocab` tokens, and adds to `requests` what it adds there."""
+    """A subclass makes the `driver`, of a FakeRunner of `vocab` tokens, and adds each request to `requests`, too."""
 
     driver: Driver
     requests: dict[str, EngineRequest]

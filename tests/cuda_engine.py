@@ -1,4 +1,4 @@
-"""What the tests of the CUDA runner share: the runner on the CPU, and a driver for it."""
+"""Helpers of the tests of the CUDA runner: the runner on the CPU, and a driver for it."""
 
 import torch
 from driver import Driver

@@ -152,7 +152,7 @@ class Driver:
         return True
 
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """What the runner gives for a step in flight, once."""
+        """Return the runner's result of a step in flight, once."""
         launched = self._launched.pop(output.step_id)
         if isinstance(launched, Exception):
             raise launched
@@ -231,7 +231,7 @@ def is_error(output: RequestOutput, kind: type[TidemillError]) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Also where nobody has waited for it yet."""
+    """Return whether a process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

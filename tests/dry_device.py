@@ -1,4 +1,4 @@
-"""A CUDA device that runs nothing: what a step would ask of one is counted, and what would wait for it is refused.
+"""A CUDA device that runs nothing: the requests of a step are counted, and a wait for the device is refused.
 
 Tensors of the device are meta tensors, so that a look at a value fails by itself; copies to and from them, and whatever
 else waits, are seen by a dispatch mode. Streams, events and graphs are stubs. Triton kernels pass Triton's own front
@@ -43,7 +43,7 @@ class DryDevice(TorchDispatchMode):
     """`counts` of the phase: `uploads` and `fetches` begun, `waits` for what ended long ago, `pins` of host memory,
     `kernels` of Triton, `operators` of torch, `graphs` replayed, `blocking` (where `strict`, an error instead).
     `launched`: the names of kernels and operators, as they came. `step`: of the launch; a mark may be waited for when
-    the step after its own has been launched too. `compiled`: what was asked of the compiler; once `sealed`, to ask it
+    the step after its own has been launched too. `compiled`: requests to the compiler; once `sealed`, to ask it
     for more is an error."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class DryDevice(TorchDispatchMode):
         self.strict, self.step = False, 0
         self.capturing = self.sealed = False
         self.compiled: list[str] = []
-        self.variants: list[tuple[Any, ...]] = []  # of `compiled`: the kernel, and what its `_do_compile` is asked for
+        self.variants: list[tuple[Any, ...]] = []  # of `compiled`: the kernel, and the arguments of its `_do_compile`
         self.registered: dict[int, int] = {}  # sizes by address
         self._pinned: list[Tensor] = []  # kept, so that nothing else gets their addresses
 
@@ -113,7 +113,7 @@ class DryDevice(TorchDispatchMode):
     def _is_pinned(self, tensor: Tensor) -> bool:
         first, last, address = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, tensor.untyped_storage().data_ptr()
         if any(begin <= first and last <= begin + size for begin, size in [*self.registered.items()]):
-            return True  # as a whole: a copy may not cross what was registered apart
+            return True  # as a whole: a copy may not cross two registrations
         return any(each.untyped_storage().data_ptr() == address for each in self._pinned)
 
     def _transfer(self, host: Tensor, name: str, non_blocking: bool) -> None:
@@ -192,7 +192,7 @@ class _Recorder:
         self._dry.launched.append(self._kernel.__name__)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        assert all(0 < size < 2**16 for size in grid[1:]) and grid[0] > 0, "beyond what a grid may be"
+        assert all(0 < size < 2**16 for size in grid[1:]) and grid[0] > 0, "beyond the limits of a grid"
 
         def pointed(value: Any) -> Any:
             if isinstance(value, Tensor) and not value.is_meta:

@@ -29,7 +29,7 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class RuleBrokenError(AssertionError):
-    """What the driver would not do, or would do wrongly."""
+    """A call that the driver would refuse, or would do wrongly."""
 
 
 def rule(holds: object, what: str) -> None:
@@ -39,8 +39,8 @@ def rule(holds: object, what: str) -> None:
 
 class FakeDriver:
     """Stands for ctypes' library. `capacity`: bytes of the device; `fail`: by a call's name, the code that it returns
-    instead of doing anything. `mapped`: by address, (bytes, handle); `allowed`: what may be read and written of those;
-    `busy`: whether something launched may touch what is mapped, until `rest`."""
+    instead of doing anything. `mapped`: by address, (bytes, handle); `allowed`: addresses that may be read and written;
+    `busy`: whether launched work may touch mapped memory, until `rest`."""
 
     def __init__(self, granularity: int = mmap.PAGESIZE, capacity: int = 2**30, supported: int = 1) -> None:
         self.granularity, self.capacity, self.supported = granularity, capacity, supported
@@ -109,7 +109,7 @@ class FakeDriver:
 
     def _cuMemRelease(self, handle: int) -> None:
         rule(handle in self.memory, "there is such a piece")
-        rule(all(handle != each for _, each in self.mapped.values()), "what is mapped stays, and would be lost")
+        rule(all(handle != each for _, each in self.mapped.values()), "mapped memory stays, and would be lost")
         os.close(self._files.pop(handle))
         del self.memory[handle]
 

@@ -1,4 +1,4 @@
-"""A scripted EngineClient: what it says, when it waits and where it fails is decided by the test. Time is a counter.
+"""A scripted EngineClient: the test decides its tokens, its waits and its failures. Time is a counter.
 
 `serve` puts a real uvicorn with the real protocol around it, on a port of its own, in the test's event loop.
 """
@@ -163,7 +163,7 @@ class FakeEngine:
         return "the engine is dead"
 
     def die(self) -> None:
-        """For good, and whoever waits for that is told."""
+        """Stop for good, and wake the tasks that wait for it."""
         self.dead = True
         self._death.set()
 

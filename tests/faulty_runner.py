@@ -1,4 +1,4 @@
-"""Runners that fail on purpose: under one request, or for a while whatever they are given."""
+"""Runners that fail on purpose: under one request, or for a while under every request."""
 
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ class Work(NamedTuple):
 
 
 class FaultyRunner:
-    """`inner` never sees a step for which `fails(step_id, its work)`: who asks for its result gets an error.
+    """`inner` never sees a step for which `fails(step_id, its work)`: a request for its result raises an error.
 
     `failures`: the work of the steps whose error was taken notice of, `steps`: of all.
     """

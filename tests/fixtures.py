@@ -28,8 +28,8 @@ from engine.text.tokenizer import Tokenizer
 StartServer = Callable[..., Awaitable[Served]]
 _numbers = count()
 
-# The same examples in every run, so that a change is judged by what it changes. FUZZ=1 draws new ones: the search for
-# faults is a run of its own, and what it finds becomes a test.
+# The same examples in every run, so that a change is judged by its effects. FUZZ=1 draws new ones: the search for
+# faults is a run of its own, and its findings become tests.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 if not os.environ.get("FUZZ"):
     hypothesis.settings.load_profile("repeatable")

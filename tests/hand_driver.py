@@ -1,7 +1,7 @@
 """Drives a runner by hand-made steps, as a scheduler would that changes its mind about the cache all the time.
 
 With a decoder the runner is a real one, without one the checking fake. Units come from a real BlockPool; every free
-unit and all scratch is filled with NaN before each step, so that whatever is read without having been written shows in
+unit and all scratch is filled with NaN before each step, so that a read of unwritten memory shows in
 the logits.
 """
 
@@ -222,7 +222,7 @@ class HandDriver:
             request.computed = len(request.blocks) * BLOCK
         for index, block in enumerate(request.blocks):
             if block.entry.tier is Tier.HOST and not self._move(request, index, CacheAction.SWAP_IN):
-                return False  # what is in already stays: blocks of a parked request lie where they lie
+                return False  # restored blocks stay: blocks of a parked request lie where they lie
         request.row = self.free_rows.pop()
         self._new.append(request)
         return True

@@ -132,7 +132,7 @@ def test_hidden_state_that_does_not_fit_is_refused() -> None:
 def test_unit_copy(size: int, kind: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(size)
     source = random(generator, 7, size, dtype=torch.float16)
-    source[3, 5] = NAN  # bits are copied, whatever they mean
+    source[3, 5] = NAN  # bits are copied, without a meaning
     pairs = index([[3, 0], [-1, 1], [6, 4], [0, 2], [3, 3]], kind)
     results = []
     for copy in (unit_copy, twin.unit_copy):

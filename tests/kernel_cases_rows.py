@@ -26,7 +26,7 @@ WIDTHS = [(1, 64), (3, 576), (5, 1000), (2, 5120)]
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What the wrappers allocate is NaN until the kernel has written it."""
+    """Fill allocations of the wrappers with NaN until the kernel has written them."""
 
     new_empty = Tensor.new_empty
 
@@ -94,7 +94,7 @@ def test_layer_norm(rows: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chosen", [[4, 0, 4, 3], [2], []], ids=len)
 def test_sums_of_chosen_rows(chosen: list[int], dtype: torch.dtype) -> None:
-    """To the last bit what the norms of all rows have there; some rows come twice, most not at all."""
+    """Equal to the norms of all rows to the last bit; some rows come twice, most not at all."""
     generator, x = inputs(5, 1000, dtype)
     weight, bias = (random(generator, 1000, dtype=dtype) for _ in range(2))
     residual, rows = random(generator, 5, 1008, dtype=dtype)[:, :1000], index(chosen)
@@ -123,7 +123,7 @@ def test_sums_of_chosen_rows(chosen: list[int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), WIDTHS)
 def test_norms_of_what_is_added(rows: int, width: int, dtype: torch.dtype, wide: bool) -> None:
-    """To the last bit what a norm gives that runs before."""
+    """Equal to a norm that runs before, to the last bit."""
     generator, x = inputs(rows, width, dtype)
     weight, inner = (random(generator, width, dtype=torch.float32 if wide else dtype) for _ in range(2))
     residual, chosen = random(generator, rows, width + 8, dtype=dtype)[:, :width], index([0, rows - 1])
@@ -206,7 +206,7 @@ def test_scale_rows(rows: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 4112), (0, 64)])
 def test_rounding_behind_norms_and_gates(rows: int, width: int, dtype: torch.dtype, given: float | None) -> None:
-    """To the last bit what the kernels give one after the other; the twins are those of each."""
+    """Equal to the kernels one after the other, to the last bit; each has its twin."""
     generator, x = inputs(rows, width, dtype)
     scale = None if given is None else torch.full((1,), given, device=DEVICE)
 
@@ -238,7 +238,7 @@ def test_gates(rows: int, width: int, dtype: torch.dtype) -> None:
     _, x = inputs(rows, 2 * width, dtype)
     x[0, 0] = -200.0  # exp overflows
     assert_same(silu_and_mul(x), twin.silu_and_mul(x.double()), dtype)
-    x[0, 1] = -40.0  # a cube of which half precision has no number
+    x[0, 1] = -40.0  # a cube beyond half precision
     assert_same(gelu_tanh_and_mul(x), twin.gelu_tanh_and_mul(x.double()), dtype)
 
 
@@ -346,7 +346,7 @@ def test_token_mask(rows: int, vocab: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("vocab", "spread"), [(50, 0.0), (50, 3.0), (5000, 0.5)])
 def test_draws_by_pivots_equal_those_by_sorting(vocab: int, spread: float) -> None:
-    """Every filter and all of them; many equal logits, and -inf; the ends of the unit interval; rows that are left."""
+    """Every filter and all together; many equal logits, and -inf; the ends of the unit interval; rows that are left."""
     generator = torch.Generator().manual_seed(vocab)
     filters = [(0, 1.0, 0.0), (1, 1.0, 0.0), (5, 1.0, 0.0), (vocab, 1.0, 0.0), (0, 0.5, 0.0), (0, 1e-6, 0.0)]
     filters += [(0, 0.999, 0.0), (0, 1.0, 0.3), (0, 1.0, 1.0), (30, 0.9, 0.02), (2, 0.99, 0.5)]

@@ -1,4 +1,4 @@
-"""What the kernel cases share: where they run, a poisoned paged cache, and how results are compared.
+"""Helpers of the kernel cases: their device, a poisoned paged cache, and the comparison of results.
 
 Interpreted kernels (TRITON_INTERPRET=1) run on the CPU, others on the GPU. bfloat16 is left to the GPU: products of the
 interpreter are wrong in it.
@@ -44,7 +44,7 @@ if INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
 
 
 def typed(cases: Sequence[Any], first: int = 0) -> list[tuple[Any, torch.dtype]]:
-    """Every case in every type; in the interpreter, which takes its time, each in one of them, in turn."""
+    """Every case in every type; in the interpreter, which takes its time, each in one type, in turn."""
     if INTERPRETED:
         return [(case, DTYPES[(first + number) % len(DTYPES)]) for number, case in enumerate(cases)]
     return [(case, dtype) for case in cases for dtype in DTYPES]
@@ -146,7 +146,7 @@ def heads_of(cells: Tensor, kv_heads: int, head_dim: int) -> Tensor:
 
 
 def double(pool: Tensor) -> Tensor:
-    """The pool in float64, with what its cells hold beyond the heads that it shows."""
+    """The pool in float64, with the content of its cells beyond the heads that it shows."""
     slices, block_size, kv_heads, head_dim = pool.shape
     cells = pool.as_strided((slices, block_size, pool.stride(1)), (pool.stride(0), pool.stride(1), 1))
     return heads_of(cells.double(), kv_heads, head_dim)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Made:
-    """An adapter: its folder, and what it adds to the weight of each module."""
+    """An adapter: its folder, and its addition to the weight of each module."""
 
     folder: Path
     deltas: dict[str, Tensor]
@@ -46,7 +46,7 @@ def adapter_of(
     folder: Path, shapes: dict[str, tuple[int, ...]], *, rank: int = 3, alpha: float = 6.0, seed: int = 0,
     strength: float = 1.0, **config: Any,
 ) -> Made:  # fmt: skip
-    """An adapter of modules with weights of these shapes [out, in]."""
+    """Make an adapter of modules with weights of the given shapes [out, in]."""
     generator, tensors, deltas = torch.Generator().manual_seed(seed), dict[str, Tensor](), dict[str, Tensor]()
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     for name, (size, width) in shapes.items():

@@ -63,7 +63,7 @@ def library_file() -> Path:
 
 @cache
 def native_library() -> Library:
-    """The library of these sources. Skips where there is no compiler or no processor for it."""
+    """Return the library of the given sources. Skip without a compiler or a processor for it."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")
     library = Library(library_file())

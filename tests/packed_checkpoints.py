@@ -20,7 +20,7 @@ BLOCK = (16, 32)
 
 
 class Layer(NamedTuple):
-    """What is stored of a layer, by the last word of a name, and the weight that it stands for."""
+    """The stored tensors of a layer, by the last word of a name, and the weight that they stand for."""
 
     stored: dict[str, Tensor]
     weight: Tensor
@@ -254,7 +254,7 @@ def mxfp4(count: int, inputs: int, outputs: int, scale: tuple[int, int], generat
 
 
 def write_gpt_oss(packed: Path, plain: Path) -> dict[str, Tensor]:
-    """A tiny gpt-oss twice, its experts in MXFP4 and what they stand for; gives the latter by name."""
+    """A tiny gpt-oss twice, its experts in MXFP4 and dequantised; return the latter by name."""
     tiny_transformers.save("gpt_oss", plain)
     stored, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(11)
     weights: dict[str, Tensor] = {}

@@ -104,7 +104,7 @@ class Faults:
 
 
 class ScriptedRunner(StagedFake):
-    """What it samples depends on everything that a sampler may look at: prefix, seed, position, the tokens given."""
+    """Its samples depend on everything that a sampler may look at: prefix, seed, position, the tokens given."""
 
     def __init__(self, faults: Faults, num_units: int) -> None:
         super().__init__(num_units=num_units, block_size=4, vocab_size=VOCAB)

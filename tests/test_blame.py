@@ -113,7 +113,7 @@ def make_driver(fails: Any, depth: int = 0, **changes: Any) -> tuple[Driver, Fau
 
 
 def check(driver: Driver, requests: list[EngineRequest], guilty: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    """The guilty end with an error, everybody else with the answer of the solo run."""
+    """The guilty end with an error, every other request with the answer of the solo run."""
     for request in requests:
         final, expected = driver.finals[request.request_id], solo(request, VOCAB)
         if request.request_id in guilty:

@@ -248,7 +248,7 @@ def test_a_late_judgement_does_not_prolong_the_opening() -> None:
 
 def test_what_is_granted_follows_the_evidence() -> None:
     breaker = CircuitBreaker(ATTAINMENT)
-    assert breaker.share(0.0) == 0.25, "nobody has proven anything"
+    assert breaker.share(0.0) == 0.25, "no request has proven anything"
     proven = run_requests(breaker, 0.0, "." * 35)
     assert breaker.share(proven) == pytest.approx(1.0)
     spoiled = CircuitBreaker(ATTAINMENT)

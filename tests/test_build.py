@@ -1,4 +1,4 @@
-"""The composition root: what a configuration becomes, on the real demo model and on invented shapes."""
+"""The composition root: configurations on the real demo model and on invented shapes."""
 
 import json
 import os

@@ -31,7 +31,7 @@ KEY = ProfileKey("model", "device", "float32", "1")
 
 
 class TimedRunner(FakeRunner):
-    """Claims what a known law says, and checks every step like any fake runner."""
+    """Takes the time of a known law, and checks every step like any fake runner."""
 
     def __init__(self) -> None:
         super().__init__(block_size=16, vocab_size=50, latency=lambda output: TRUTH.predict(features_of(output)))
@@ -138,7 +138,7 @@ RUN_HIDDEN_STEP, RESTORE_STEP = 1.5e-3, 7e-4
 
 
 class HybridRunner(FakeRunner):
-    """Claims what a known law says, cache work included; checks that units are used as the pool would allow."""
+    """Takes the time of a known law, cache work included; checks that units are used as the pool would allow."""
 
     def __init__(self) -> None:
         super().__init__(block_size=16, vocab_size=50, scratch_blocks=12, host_units=20)
@@ -192,7 +192,7 @@ def test_cache_costs_are_recovered_and_charged_by_the_model() -> None:
 
 @given(st.integers(1, 500), st.integers(1, 2000), st.floats(0.0, 1e-2), st.floats(1e-9, 1e-4), st.floats(-2e-3, 2e-3))
 def test_the_line_through_two_sizes(few: int, more: int, fixed: float, token: float, error: float) -> None:
-    """Exact where the law is one; else the nearest that is possible, and never below what a token costs at least."""
+    """Exact where the law is one; else the nearest that is possible, and never below the least cost of a token."""
     many, floor = few + more, 1e-9
     at_few, at_many = fixed + token * few, fixed + token * many
     found = affine((few, at_few), (many, at_many), floor)

@@ -1,4 +1,4 @@
-"""Co-location: what a step may take in beside online work, and that nobody online ever pays for it."""
+"""Co-location: the room of a step beside online work, at no cost for online requests."""
 
 import math
 from dataclasses import replace
@@ -96,7 +96,7 @@ def test_without_a_plan_a_step_is_online_only() -> None:
 
 
 def test_a_prompt_that_is_cut_for_the_decodes_leaves_room_for_offline_work() -> None:
-    """The plan expects of a prompt what the step will take of it, not all that is missing of it."""
+    """The plan expects the part of a prompt that the step will take, not all missing tokens."""
     driver = decoding_driver(flat(0.020, tbt=0.020))
     lines = [make_request(f"off-{i}", [i, i], 5, request_class=OFFLINE) for i in range(9)]
     driver.add(make_request("chat", range(70), 5), *lines)
@@ -119,7 +119,7 @@ def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
 
 @pytest.mark.parametrize(("limit", "tokens"), [(math.inf, 64), (0.130, 64), (0.100, 44), (0.060, 12), (0.001, BLOCK)])
 def test_the_floor_chunk_follows_the_time_that_steps_are_expected_to_take(limit: float, tokens: int) -> None:
-    """34 decodes take 36 ms, and every token of a prompt 1 ms. What the model keeps free for steps that vary
+    """34 decodes take 36 ms, and every token of a prompt 1 ms. The margin of the model for steps that vary
     is not kept free of it, or prompts would stand still on a machine whose speed changes: only a fifth of the limit."""
     model = OnlineModel(MODEL, 0.25)
     beside = BatchFeatures()
@@ -150,7 +150,7 @@ def test_decodes_slow_down_prompts_but_never_stop_the_oldest() -> None:
     ("ttft", "least", "most"), [(math.inf, 0.020, 0.024), (10.0, 0.020, 0.024), (0.05, 0.026, 0.030)]
 )
 def test_prompts_are_sized_by_the_slack_of_the_decodes_beside_them(ttft: float, least: float, most: float) -> None:
-    """Of which they leave a part while they are on time themselves."""
+    """Decodes leave a part of their slack while they are on time."""
     driver = decoding_driver(StepObjective(ttft=ttft, tbt=0.030))
     driver.add(make_request("prompt", range(100), 2))
     assert driver.launch()
@@ -189,7 +189,7 @@ def test_weight_limits_interference_by_the_number_of_decodes() -> None:
     assert offline_tokens(1, math.inf) > 40
     assert offline_tokens(1, 1.0) > 40, "one decode: a second of it is worth a second of offline work"
     few = offline_tokens(4, 1.0)
-    assert 0 < few < 10, "four decodes: only what the memory-bound floor gives nearly for nothing"
+    assert 0 < few < 10, "four decodes: the free part of the memory-bound floor only"
     assert offline_tokens(4, 0.0) <= 5
 
 

@@ -56,7 +56,7 @@ def test_steps_are_scheduled_ahead_where_the_host_is_the_device_behind_short_one
     assert not runs_ahead(1, prompt=20), "a prompt goes on"
     assert not runs_ahead(1, offline=1)
     thinking = ThinkingBudget(2, ThoughtMarks((1,), (2,)), begun=True)
-    assert not runs_ahead(1, thinking=thinking), "what may follow is made from the last token"
+    assert not runs_ahead(1, thinking=thinking), "the next mask is made from the last token"
     assert runs_ahead(5, step=0.05, offline=1, ahead=math.inf), "a GPU does not wait for the host"
 
 
@@ -166,7 +166,7 @@ def test_offline_work_leaves_the_chats_used_last_a_quarter_of_the_pool(depth: in
 
 
 def test_a_lonely_job_may_have_the_whole_pool(depth: int) -> None:
-    """E4: what is kept for chats never stops the oldest line."""
+    """E4: the blocks kept for chats never stop the oldest line."""
     driver = make_driver(depth, num_units=2 * 16)
     driver.add(make_request("chat", range(40), 1))
     driver.run()

@@ -61,7 +61,7 @@ tiers = st.sampled_from(
 )
 NO_STATES = (0, 0, 0)
 states = st.sampled_from([NO_STATES, NO_STATES, (1, 0, 0), (3, 0, 0), (8, 0, 0), (40, 0, 0), (3, 4, 40), (5, 20, 120)])
-"""Slots of snapshots of recurrent layers, and of those on the host beside so many units."""
+"""Slots of snapshots of recurrent layers, on the device and on the host beside so many units."""
 States = tuple[int, int, int]
 Tiers = tuple[int, int, str, bool]
 ALONE: Tiers = (0, 0, "fcfs", False)

@@ -194,7 +194,7 @@ def test_what_is_no_measurement_teaches_nothing(ratio: float) -> None:
 
 
 class FakeRunner:
-    """Steps whose times `seconds(threads)` says, whatever they hold."""
+    """Steps of any content whose times `seconds(threads)` gives."""
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.threads, self.now = 0, 0.0

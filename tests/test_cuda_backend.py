@@ -1,4 +1,4 @@
-"""The CUDA backend: what is refused, how much cache fits, and what engine.build makes of it."""
+"""The CUDA backend: refusals, the size of the cache, and its use by engine.build."""
 
 import dataclasses
 import importlib
@@ -107,7 +107,7 @@ def test_host_memory_that_is_not_there_is_refused_at_once(on_a_gpu: None, monkey
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """engine.build takes the CUDA backend for what is the CPU."""
+    """Let engine.build take the CUDA backend on the CPU."""
     monkeypatch.setattr("engine.execution.backend.find_backend", lambda _name: backend.CudaBackend())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(backend, "launch_refusal", lambda: None)

@@ -137,7 +137,7 @@ class LaterLane(DeviceStream):
 
 
 class StepLane(DeviceStream):
-    """Runs at once, and so has to wait for what it needs of lanes that do not, which run as far as they like before."""
+    """Runs at once, so that it waits for its inputs from lanes that do not, which run as far as they like before."""
 
     def __init__(self, others: list[LaterLane], rng: random.Random, hurry: float) -> None:
         super().__init__(CPU)

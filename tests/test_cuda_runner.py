@@ -38,7 +38,7 @@ from engine.triton_kernels import twins
 
 
 def driver_of(decoder: Decoder, depth: int = 1, **options: int) -> CudaDriver:
-    """Whatever a request wishes, the host samples no step: it would wait for the device, and copy from it."""
+    """The host samples no step for any request: it would wait for the device, and copy from it."""
     driver = make_driver(decoder.spec, decoder.weights, depth=depth, **options)
     driver.runner._sample = sampled_by_the_host  # type: ignore[method-assign]
     return driver

@@ -1,4 +1,4 @@
-"""Answers under a grammar can always be completed, and hold what the grammar says; one dialect in all forms."""
+"""Answers under a grammar can always be completed, and follow the grammar; one dialect in all forms."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Detokenisation: whatever the cut, the text is that of the reference; never half a character."""
+"""Detokenisation: with any cut, the text is that of the reference; never half a character."""
 
 import pytest
 from hypothesis import given, settings
@@ -60,7 +60,7 @@ def test_text_is_that_of_transformers(name: str, data: st.DataObject, sizes: lis
 @given(ids=st.lists(st.integers(0, 419), max_size=20), sizes=SIZES)
 def test_byte_fallback_does_not_depend_on_the_cut(ids: list[int], sizes: list[int]) -> None:
     """Any ids, also bytes that are no UTF-8: there a decoder that sees a whole run of bytes may show more of them as
-    U+FFFD, which nobody who streams can know in time."""
+    U+FFFD, which a stream cannot know in time."""
     tokenizer = load("llama2")
     assert pushed(detokenizer_for(tokenizer), cut(ids, sizes)) == tokenizer.decode(ids)
 

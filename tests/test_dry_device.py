@@ -199,7 +199,7 @@ def test_no_twin_in_a_graph_or_a_draw_waits_for_the_device(name: str) -> None:
 
 
 def test_swaps_lock_the_host_memory_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of blocks over several pieces of host memory, most of which no copy has needed before."""
+    """A run of blocks over several pieces of host memory, most without a copy before."""
     monkeypatch.setattr(host_memory, "LOCKED_BYTES", 1)
     with dry_device() as dry:
         runner = make_runner(load_spec(model_folder("llama-gqa2")), host_units=400)
@@ -268,7 +268,7 @@ def deltas_of(spec: ModelSpec, rank: int) -> dict[Site, Delta]:
 
 
 def test_nothing_is_compiled_for_steps_of_any_size_without_graphs() -> None:
-    """Nor for the odd sizes of what is gathered, restored and swapped."""
+    """Nor for odd sizes of gathers, restores and swaps."""
     spec = load_spec(model_folder("llama-mha-tied"))
     with dry_device() as dry:
         runner = make_runner(spec, graphs=False, tokens=11)
@@ -322,7 +322,7 @@ class Halved:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "opt"])
 def test_stages_of_a_pipeline_compile_nothing_and_copy_through_pinned_memory(name: str) -> None:
-    """They wait for what goes to the other engine, and for nothing else; whole again they replay the graphs that they
+    """They wait for the transfer to the other engine only; whole again they replay the graphs that they
     had."""
     spec = load_spec(model_folder(name))
     every, half = range(spec.num_layers), spec.num_layers // 2
@@ -353,7 +353,7 @@ def test_stages_of_a_pipeline_compile_nothing_and_copy_through_pinned_memory(nam
                 runner.launch(step)()
                 parts = min(2, len(step.chunks))
                 assert not dry.counts["blocking"] and not dry.counts["graphs"]
-                # of each micro-batch: the step, here and there, what enters there and what leaves; and what comes back
+                # of each micro-batch: the step, here and there, its input and output there; and the result
                 assert dry.counts["uploads"] >= 3 * parts + 2 and dry.counts["fetches"] >= 2 * parts + 1
         leader.beyond = None
         leader.pool.relay(every, 60)
@@ -460,7 +460,7 @@ def test_nothing_is_compiled_for_a_chunk_behind_a_long_past(monkeypatch: pytest.
 
 
 def module_layers() -> list[tuple[HeadSizes, Manner]]:
-    """Layers of one model that differ in all that decides what is launched: K wider than V, fewer heads with a window
+    """Layers of one model that differ in all that decides on launches: K wider than V, fewer heads with a window
     and a cap, and sinks."""
     sinks = torch.zeros(8, dtype=torch.bfloat16, device=META)
     return [

@@ -1,4 +1,4 @@
-"""`tidemill serve --dry-run`: every setting with its origin, what would be loaded, and the errors that a start has."""
+"""`tidemill serve --dry-run`: every setting with its origin, the model to load, and the errors of a start."""
 
 import fcntl
 import platform

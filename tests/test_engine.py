@@ -348,7 +348,7 @@ async def test_a_planner_that_fails_never_harms_an_online_request(plan_offline: 
 
 @pytest.mark.parametrize("depth", [0, 1])
 async def test_offline_requests_run_on_in_steps_that_are_shorter_than_a_plan(depth: int) -> None:
-    """One plan is made, and never another: what it has begun goes on in every step beside the chat."""
+    """One plan is made, and never another: its requests go on in every step beside the chat."""
     plans = 0
 
     def once(core: EngineCore, now: float) -> Generator[None, None, OfflinePlan]:
@@ -407,7 +407,7 @@ async def test_offline_work_takes_turns_with_rests_and_chats_do_not(depth: int) 
     core.schedule = watched  # type: ignore[method-assign]
     await engine.start()
     early = make_request("early", range(5), 3, request_class=RequestClass.OFFLINE)
-    assert (await collect(engine, early))[0] == solo(early, VOCAB) and not rests, "nobody has come yet"
+    assert (await collect(engine, early))[0] == solo(early, VOCAB) and not rests, "no chat has come yet"
     await collect(engine, make_request("first", range(7), 2))
     job = make_request("job", range(5), 3, request_class=RequestClass.OFFLINE)
     ended = asyncio.create_task(collect(engine, job))

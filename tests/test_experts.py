@@ -79,7 +79,7 @@ def test_only_plain_engines_of_a_gpu_have_them(name: str, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral"])
 def test_modules_get_experts_of_ours(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same results; stacked weights are gone. A module with other results keeps what it has."""
+    """The same results; stacked weights are gone. A module with other results keeps its weights."""
     tiny_transformers.save(name, tmp_path)
     shape, ids = load_shape(tmp_path), torch.arange(9)
 

@@ -1,5 +1,5 @@
 """Every family through the whole engine: 20 prompts together, chunked, preempted, with prefix hits, equal to
-transformers' own greedy generation; and random disturbances on one of them (reliability E6)."""
+transformers' own greedy generation; and random disturbances on one family (reliability E6)."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Several engines as one: who gets what, and that nothing is lost or doubled when one of them dies, hangs or drains."""
+"""Several engines as one: the router, and no request lost or doubled when an engine dies, hangs or drains."""
 
 import asyncio
 import os

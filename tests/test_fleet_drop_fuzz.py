@@ -170,7 +170,7 @@ class PipedEngine(FakeFleetEngine):
 
     def _take(self, output: Any) -> None:
         entry = self.open.get(output.request_id)
-        assert entry is not None, "an answer to nobody"
+        assert entry is not None, "an answer without a request"
         entry.take(output)
         if output.finish_reason is not None:
             self.open.pop(output.request_id)

@@ -33,7 +33,7 @@ LINES = 1
 
 
 class FakeFleetEngine:
-    """Gives request r the tokens 0, 1, 2 ..., one a step. Who was in the steps of several deaths and has not got
+    """Gives request r the tokens 0, 1, 2 ..., one a step. A request in the steps of several deaths that has not got
     past its place does not leave it; `lost` counts requests that ended with an error."""
 
     def __init__(self, changed: Callable[[], None]) -> None:

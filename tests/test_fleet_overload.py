@@ -50,9 +50,9 @@ def test_layers_come_back_once_use_falls_and_fits_without_a_drop() -> None:
 
     watch.note([0, 1], until=5.0)
     assert not looks(90, 0.0) and not looks(90, 4.0), "too soon"
-    assert not looks(120, 5.0), "half of what they have without a drop is not enough"
+    assert not looks(120, 5.0), "half of their units without a drop is not enough"
     assert not looks(100, 5.0 + FALLING / 2), "use is compared over a while"
-    assert not looks(90, 5.0 + FALLING, queued=3), "somebody waits"
+    assert not looks(90, 5.0 + FALLING, queued=3), "a request waits"
     assert not looks(95, 5.0 + 2 * FALLING), "use grows"
     assert looks(95, 5.0 + 3 * FALLING)
     assert not watch.restores(Group((0, 1), 250, 90, 0, growth=111), 200, 9.0), "it would not be enough again"

@@ -56,7 +56,7 @@ def asked(name: str, prompt: int, offline: bool = False, **sampling: Any) -> Eng
     return EngineRequest(name, tuple(range(prompt)), params, request_class=kind, cache_salt=name.encode())
 
 
-# What an engine says
+# Reports of an engine
 
 
 def test_an_engine_reports_what_waits_what_runs_and_what_chats_could_get() -> None:

@@ -1,5 +1,5 @@
 """Engines that become one pipeline and two again while they answer: nothing is lost, computed wrongly or said twice,
-whichever of them is killed at whichever step. The checking fake runner in real processes."""
+with either engine killed at any step. The checking fake runner in real processes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ SPLIT = ("Retire", "Hold", "Dissolve", "Detach", *MERGE[3:])
 
 
 def overload_of(fleet: FleetClient) -> Overload:
-    """By hand: what it decides by itself comes at no certain time."""
+    """By hand: its own decisions come at no certain time."""
     assert fleet._overload is not None and fleet._overload._task is not None
     fleet._overload._task.cancel()
     return fleet._overload

@@ -1,5 +1,5 @@
 """Engines behind actors: the transport over actors that are threads here, and (slow, with the extra `ray`) two actors
-of a cluster on this machine, one of which is killed."""
+of a cluster on this machine, with one actor killed."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Linear layers on floats of 8 bits: the arithmetic, what a device is asked for, and where it runs."""
+"""Linear layers on floats of 8 bits: the arithmetic, the products of a device, and the devices that have them."""
 
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ def _drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _nearest(weight: Tensor) -> Tensor:
-    """The numbers that an e4m3 with a scale for each row can stand for, by a table of all of them, in float64."""
+    """The numbers that an e4m3 with a scale for each row can stand for, by a table of all such numbers, in float64."""
     table = torch.arange(256, dtype=torch.uint8).view(FLOAT8).double()
     table = table[table.isfinite()].unique()
     scale = (weight.float().abs().amax(1, keepdim=True) * (1 / 448)).double()

@@ -27,7 +27,7 @@ def test_parts_lie_side_by_side_and_do_not_meet() -> None:
 
 @pytest.mark.slow
 def test_what_nobody_uses_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece when its last part is given up, what has one of its own at once."""
+    """A shared piece when its last part is given up, a piece of one part at once."""
     closed: list[int] = []
 
     class Pages(mmap.mmap):

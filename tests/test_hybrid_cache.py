@@ -1,4 +1,4 @@
-"""The hybrid cache on the runner of every backend: each request gives what it gives alone from KV by torch."""
+"""The hybrid cache on the runner of every backend: each request has the answer that it has alone from KV by torch."""
 
 import functools
 from typing import Any
@@ -128,7 +128,7 @@ def test_every_mix_equals_the_solo_run(name: str, backend: str, seed: int, monke
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", HYBRID)
 def test_every_mix_is_the_same_where_weights_stream(name: str, seed: int) -> None:
-    """What a layer that streams projects, restores or reads as it is, it does by weights that are in a buffer then."""
+    """A layer that streams projects, restores and reads hidden state by weights that are in a buffer then."""
     spec = spec_from_config(llama_config(**CONFIGS[name], num_hidden_layers=5))
 
     def made(*gather: Gather) -> RecordingDecoder:

@@ -1,4 +1,4 @@
-"""K and V in 8 bits: what rounding loses, the pool in torch and in the native kernels, and what a start makes of it."""
+"""K and V in 8 bits: the loss by rounding, the pool in torch and in the native kernels, and the plan of a start."""
 
 import math
 from typing import Any

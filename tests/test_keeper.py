@@ -93,11 +93,13 @@ def test_requests_are_judged_by_ttft_and_their_own_gaps() -> None:
     keeper.on_step(STEP, 0.0082, [output_of("hung up", 1, 1.5, arrival=1.2)], 1.5)
     keeper.on_end(output_of("hung up", 0, 1.5, reason=FinishReason.ABORT, arrival=1.2), 1.7)
     stats = keeper.stats(2.0)
-    assert (stats.good_requests, stats.bad_requests) == (1, 3), "who gave up after 200 ms without a token was let down"
+    assert (stats.good_requests, stats.bad_requests) == (1, 3), (
+        "a client that left after 200 ms without a token counts as a miss"
+    )
     assert stats.attainment == pytest.approx(1 / 4)
     assert {s.objective: s.attainment for s in stats.objectives} == {"ttft_p99=500ms": 0.75, "tbt_p99=60ms": 0.5}
     assert len(keeper.load.arrivals) == 5, "the one that left was load all the same"
-    assert math.isnan(keeper.stats(1000.0).attainment), "nobody of late"
+    assert math.isnan(keeper.stats(1000.0).attainment), "no recent request"
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 2.0])
@@ -136,7 +138,7 @@ def test_misses_that_offline_work_had_no_part_in_change_nothing() -> None:
 
 
 def test_a_tolerance_is_judged_against_the_same_requests_alone() -> None:
-    """The base line is a real replay of what came; what was measured beside it is 40 % slower for every token."""
+    """The base line is a real replay of the arrivals; the measured times are 40 % slower for every token."""
     _, keeper = make_keeper(SLO.parse("tbt_mean=20%,ttft_mean=50%"))
     server = replace(SERVER, slo=keeper.slo)
     for index in range(60):
@@ -153,7 +155,7 @@ def test_a_tolerance_is_judged_against_the_same_requests_alone() -> None:
     assert shown["tbt_mean=20%"].bound == pytest.approx(1.2 * aggregates["tbt_mean"])
     assert shown["tbt_mean=20%"].value > shown["tbt_mean=20%"].bound
     assert shown["ttft_mean=50%"].value < shown["ttft_mean=50%"].bound
-    assert keeper.recent.num_new == 0, "nobody is compared twice"
+    assert keeper.recent.num_new == 0, "no request is compared twice"
 
 
 def test_what_a_tolerance_allows_opens_nothing() -> None:
@@ -216,7 +218,7 @@ def test_a_limit_below_the_smallest_step_is_named(slo: str, lost: str | None, ad
 
 @pytest.mark.parametrize("online", [0, 2])
 def test_offline_work_gathers_rows_where_no_step_keeps_the_promise(online: int) -> None:
-    """Weights that stream: every step takes 300 ms at least, what is promised is 100."""
+    """Weights that stream: every step takes at least 300 ms, the promise is 100."""
     model = replace(MODEL, intercept=0.3)
     core = EngineCore(CONFIG, model=OnlineModel(model))
     slo = SLO.parse("ttft_p99=1s,tbt_p99=100ms")
@@ -334,7 +336,7 @@ def test_refused_and_abandoned_requests_are_part_of_the_load() -> None:
     assert list(keeper.load.arrivals) == [OnlineArrival(5.0, Lengths(70, 0)), OnlineArrival(0.0, Lengths(10, 0))]
     keeper.on_step(STEP, 0.0082, [output_of("good", 1, 0.1, reason=FinishReason.STOP)], 8.0)
     known = {a.lengths for a in resample(tuple(keeper.load.arrivals), 1.0, 100, seed=1)}
-    assert known == {Lengths(70, 1), Lengths(10, 1)}, "an output nobody knows is that of another request"
+    assert known == {Lengths(70, 1), Lengths(10, 1)}, "an unknown output is that of another request"
     assert keeper.stats(8.0).offline_tokens == 0, "a line that was cancelled in the queue has computed nothing"
 
 
@@ -437,7 +439,7 @@ def test_windows_have_as_many_arrivals_as_the_percentile_needs() -> None:
 
 
 def busy_steps(slo: str, device: list[float], host: list[float], count: int = 300) -> Colocation:
-    """Steps beside an online request whose device takes a share `device` of what the model says, and the host its own
+    """Steps beside an online request whose device takes a share `device` of the predicted time, and the host its own
     time; both in turn. Every token is in time."""
     core, keeper = make_keeper(SLO.parse(slo))
     core.add_request(make_request("chat", [1] * 10, max_tokens=1000), 0.0)
@@ -541,7 +543,7 @@ def test_who_has_not_come_for_long_is_not_waited_for() -> None:
 
 
 def test_the_first_chats_say_how_long_others_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before them prompts are taken for 256 tokens long, and 5 % of that is more than of these."""
+    """Before them prompts are taken for 256 tokens long, and 5 % of that is more than 5 % of the real length."""
     core, keeper = make_keeper(SLO.parse("5%"))
     objectives: list[StepObjective] = []
     monkeypatch.setattr(core, "set_objective", objectives.append)

@@ -69,7 +69,7 @@ def raises(*_: Any, **__: Any) -> None:
 
 
 def first_changed(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Change one value of what a kernel returns, or else of what it writes."""
+    """Change one value of a kernel's result, or else of its output buffers."""
     result = right(*args, **options)
     target = result[0] if isinstance(result, tuple) else result
     if target is None:

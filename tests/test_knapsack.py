@@ -1,4 +1,4 @@
-"""Stage 1 of the hybrid cache: who runs, against the exact optimum of small instances in whole units."""
+"""Stage 1 of the hybrid cache: the selected requests against the exact optimum of small instances in whole units."""
 
 import random
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def forms(candidates: Sequence[Candidate], penalty: float) -> list[list[Option]]
 
 
 def check(candidates: Sequence[Candidate], capacity: int, selection: Selection, penalty: float) -> None:
-    """Capacity, nobody twice, and the stated sums are those of the stated choice."""
+    """Check the capacity, that no request is chosen twice, and the sums of the choice."""
     assert len({*selection.kv, *selection.compact}) == len(selection.kv) + len(selection.compact)
     units = sum(candidates[i].kv_units for i in selection.kv)
     value = sum(candidates[i].value for i in selection.kv)
@@ -140,7 +140,7 @@ def test_compact_first_then_upgrades_then_the_rest() -> None:
     assert choose(both, 10, live=1, rho=0.1) == Selection((), (1, 0), 8.0, 10)
     assert choose(both, 15, live=1, rho=0.1) == Selection((1,), (0,), 9.0, 15)
     assert choose(both, 20, live=1, rho=0.1) == Selection((1, 0), (), 10.0, 20)
-    # The thin one's KV (10) does not fit behind them; what is left is topped up with its compact form.
+    # The thin one's KV (10) does not fit behind them; the rest is filled with its compact form.
     assert choose(both, 25, live=1, rho=0.1) == Selection((1, 0), (2,), 10.5, 25)
     # A dear re-projection: no request runs from compact cache, however much it saves.
     assert choose(both, 15, live=10, rho=0.1) == Selection((1,), (), 6.0, 10)

@@ -42,7 +42,7 @@ def test_a_late_request_gives_way_to_one_that_can_be_saved(depth: int) -> None:
 
 
 def test_nobody_gives_way_for_ever(depth: int) -> None:
-    """After `max_offline_preemptions` a late request keeps its place, and who could be saved waits."""
+    """After `max_offline_preemptions` a late request keeps its place, and a savable request waits."""
     driver = late_and_new(depth, "goodput-strict", max_offline_preemptions=2)
     for name in ("new", "second", "third", "fourth"):
         if name != "new":
@@ -133,7 +133,7 @@ def test_late_requests_leave_room_for_those_to_come(depth: int) -> None:
 
 
 def test_late_requests_do_not_slow_the_others_by_hidden_state(depth: int) -> None:
-    """KV has room for three of eight prompts; nobody may start from hidden state once all have missed the objective."""
+    """KV has room for three of eight prompts; none may start from hidden state once all have missed the objective."""
     for arrived_late in (False, True):
         driver = make(depth, blocks=12, scratch=40, policy="apt", model=MODEL)
         driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))

@@ -1,4 +1,4 @@
-"""The order of prompts, and which prompts are refused: as many as possible in time, nobody for ever, an honest 429."""
+"""The order of prompts, and which prompts are refused: as many as possible in time, none for ever, an honest 429."""
 
 import contextlib
 import math
@@ -294,7 +294,7 @@ def test_an_urgent_arrival_waits_only_for_those_before_it() -> None:
 def test_no_wait_is_longer_than_behind_everybody(
     policy: str, arrivals: list[tuple[int, int, str, int]], rows: int
 ) -> None:
-    """What is admitted without working out an order would be admitted with it; first come first served it is equal."""
+    """A request admitted without an order would be admitted with one; first come first served both waits are equal."""
     core = make_core(policy, num_units=2 * 500, max_num_seqs=rows, max_queue_time=UNLIMITED_QUEUE)
     runner, at = PredictedRunner(MODEL), 0.0
     for index, (length, output, tenant, steps) in enumerate(arrivals):

@@ -146,7 +146,7 @@ def test_a_line_at_risk_takes_the_memory_of_another_line_however_young_it_is() -
 
 @pytest.mark.parametrize("host_units", [0, 200])
 def test_a_prompt_that_nobody_lets_start_starts_all_the_same(host_units: int) -> None:
-    """Whatever the reason: here a policy that admits nobody, beside lines that hold the whole pool."""
+    """For any reason: here a policy that admits no request, beside lines that hold the whole pool."""
     driver = make_driver(host_units=host_units, unit_bytes=1)
     for name, token in (("a", 5), ("b", 6)):
         driver.add(make_request(name, [token] * 24, 40, request_class=OFFLINE))

@@ -158,7 +158,7 @@ class LivenessMachine(CoreRules):
 
     @rule(objective=objectives, share=st.sampled_from([0.0, 1.0]))
     def tune(self, objective: StepObjective, share: float) -> None:
-        """What the search finds and the breaker does while requests run."""
+        """Change the budget and the breaker's share while requests run."""
         self.driver.core.set_objective(objective)
         self.driver.core.set_offline_share(share)
 

@@ -1,4 +1,4 @@
-"""What a server learns of its load, and the table of budgets that goes with it."""
+"""The learned load of a server, and the table of budgets that goes with it."""
 
 import math
 import random
@@ -135,7 +135,7 @@ def test_shapes_that_differ(other: LoadShape, differs: bool) -> None:
 def test_offline_lengths_that_nobody_knows_are_no_difference_but_a_guess_is() -> None:
     unknown = LoadShape(100.0, 0.0, 50.0)
     assert not SHAPE.differs(unknown, 1.3), "no job has come yet: the last result serves"
-    assert unknown.differs(SHAPE, 1.3), "what was found without a job does not serve for one"
+    assert unknown.differs(SHAPE, 1.3), "a result without a job does not serve for one"
 
 
 def test_windows_keep_bursts_and_are_made_for_any_rate() -> None:
@@ -224,7 +224,7 @@ def test_none_at_all_holds_for_every_higher_rate_but_for_no_lower_one() -> None:
 
 
 def test_of_a_tolerance_a_budget_says_less_of_every_other_rate() -> None:
-    """Where fewer requests come, a second offline is more of what they take alone, and λ lets more of it in."""
+    """Where fewer requests come, an offline second is a larger share of their time alone, and λ lets more of it in."""
     table = BudgetTable()
     table.put(3, BudgetEntry(BudgetParams("tidemill", 0.05, 8.0, 4.0, "tbt_mean"), HERE, 0.0))
     assert table.look_up(3, HERE, relative=True) == table.look_up(3, HERE)

@@ -14,11 +14,11 @@ OWN, ALL = "tidemill_loop_own_lag_seconds", "tidemill_loop_lag_seconds"
 
 
 async def kept_from(registry: CollectorRegistry) -> None:
-    """Looks until one of them was kept for half a second."""
+    """Return the measurements until one was blocked for half a second."""
     lag = LoopLag(registry)
     await lag.start()
     await asyncio.sleep(0.01)  # it has begun to wait
-    time.sleep(0.5)  # noqa: ASYNC251 - what a server must not do
+    time.sleep(0.5)  # noqa: ASYNC251 - a server must not do this
     while not registry.get_sample_value(f"{ALL}_count"):  # noqa: ASYNC110 - nothing says when it has looked
         await asyncio.sleep(0)
     await lag.stop()
@@ -46,7 +46,7 @@ async def test_a_loop_that_waits_for_a_core_is_late_by_nobodys_fault(monkeypatch
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="Linux")
 def test_the_kernel_says_what_a_thread_waits_for_a_core(tmp_path: Path) -> None:
-    """It grows by hardly anything while the thread sleeps, whoever computes."""
+    """It hardly grows while the thread sleeps, beside any computation."""
     waits = CoreWaits()
     before, stop = waits.seconds(), threading.Event()
     threading.Timer(0.2, stop.set).start()

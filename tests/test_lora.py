@@ -160,7 +160,7 @@ def test_decodes_on_a_gpu_find_adapters_by_slots(num_slots: int, made: Any, monk
     for request in requests:
         check(models[request.adapter], request, driver.outputs[request.request_id])
     assert not set(gathered) & set(by_slots), "a step goes by the one or by the other"
-    assert bool(by_slots) is (num_slots == 2), "with one slot each step of these has rows of both, or of the other"
+    assert bool(by_slots) is (num_slots == 2), "with one slot each step here has rows of both, or of the other"
     assert gathered, "prompts"
 
 

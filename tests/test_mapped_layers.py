@@ -44,7 +44,7 @@ def addresses(layers: MappedLayers) -> list[int]:
 
 
 def most(runner: PipelineRunner, keep: range) -> int:
-    """Units of these layers for which there is memory, when all others are given up."""
+    """Return the units of the layers in `keep` for which there is memory, when all others are given up."""
     layers, _, _ = parts(runner)
     kept = sum(layers._pieces[index].num_bytes for index in keep)
     every = sum(piece.num_bytes for piece in layers._memory._pieces)
@@ -114,7 +114,7 @@ def test_a_start_without_memory_says_for_what() -> None:
 
 
 class Drops(RuleBasedStateMachine):
-    """`past`: by unit and layer, what was written there and must still be; None: the runner must be restored first."""
+    """`past`: by unit and layer, the value written there, which must stay; None: the runner must be restored first."""
 
     @initialize()
     def begin(self) -> None:

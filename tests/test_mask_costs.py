@@ -84,7 +84,7 @@ def online_model(profile: Profile) -> OnlineModel:
 
 
 def run_beside_chats(machine: MaskedMachine, model: LatencyModel | OnlineModel) -> tuple[list[float], int]:
-    """Every gap of chats, of which one in four has a thinking budget, beside structured rows without end, and the rows'
+    """Every gap of chats, one in four with a thinking budget, beside structured rows without end, and the rows'
     tokens."""
     rows: Iterator[EngineRequest] = (structured("row", number) for number in count())
     thinking = ThinkingBudget(20, ThoughtMarks((1,), (2,)), begun=True)
@@ -101,7 +101,7 @@ def run_beside_chats(machine: MaskedMachine, model: LatencyModel | OnlineModel) 
 
 @pytest.mark.parametrize("each", [5e-5, 4e-4])
 def test_a_machine_whose_masks_cost_time_is_predicted(each: float) -> None:
-    """Masks that are done within the forward pass, and masks of which some are late."""
+    """Masks that are done within the forward pass, and masks with some late ones."""
     profile = profile_of(each)
     assert profile.held_out_mape < 0.05
     assert profile.model.masked_rows > 0.0 and profile.model.masks > 0.0

@@ -53,7 +53,7 @@ def tokens_for(length: int = LENGTH) -> Tensor:
 
 
 def logits_of(decoder: Decoder, tokens: Tensor, chunks: list[int]) -> Tensor:
-    """Logits of every position, the tokens fed in chunks of these lengths."""
+    """Return the logits of every position, with the tokens fed in chunks of the given lengths."""
     attend, start, rows = attention_of(decoder), 0, []
     with torch.inference_mode():
         for length in chunks:

@@ -1,4 +1,4 @@
-"""Requests that go on in another engine with what was computed of them, and a cache that shrinks under them."""
+"""Requests that go on in another engine with their computed past, and a cache that changes its size under them."""
 
 from dataclasses import replace
 

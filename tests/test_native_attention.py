@@ -25,7 +25,7 @@ LENGTH, BLOCK, ROWS = 1200, 16, 3
 
 
 class Layer(NamedTuple):
-    """Heads and KV heads, the widths of K and V, and what is particular about how they attend."""
+    """Heads and KV heads, the widths of K and V, and the manner of attention."""
 
     heads: int
     kv_heads: int

@@ -249,7 +249,7 @@ SINKS = torch.tensor([-9.0, 0.0, 0.5, 2.0, 6.0, 120.0])
 """Below every score, among them, and above all: so far that the exponential of the difference is none."""
 ATTENTION: list[dict[str, Any]] = [
     *({"chunks": chunks} for chunks in MIXES),
-    # whole contexts, parts of them, and parts before a window; a sink counts once
+    # whole contexts, parts, and parts before a window; a sink counts once
     *(
         {"window": window, "softcap": softcap, "sinks": SINKS if sinks else None}
         for window, softcap, sinks in (

@@ -1,4 +1,4 @@
-"""The threads of the native kernels: the same results whatever their number, through resizing, stops and forks."""
+"""The threads of the native kernels: the same results at any number, through resizing, stops and forks."""
 
 import os
 import subprocess

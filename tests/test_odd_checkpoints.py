@@ -39,7 +39,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def served(folder: Path, *lengths: int, **changes: Any) -> tuple[list[list[int]], Any]:
-    """Return the tokens behind prompts of these lengths, and the plan. Raise ConfigError, as the start does."""
+    """Return the tokens behind prompts of the given lengths, and the plan. Raise ConfigError, as the start does."""
     config = engine_of(folder, **changes)
     runner, plan = build_runner(config, plan_launch(config))
     limits, config = plan.limits, replace(config, max_num_seqs=4, max_num_batched_tokens=64)

@@ -29,7 +29,7 @@ MODELS = {
 
 
 def run(objective: StepObjective | None, seed: int) -> list[object]:
-    """Every step of a load whose requests evict one another, but for what a sum rounds."""
+    """Every step of a load whose requests evict one another, up to the rounding of sums."""
     rng, now = random.Random(seed), 0.0
     seen: list[object] = []
     config = SchedulerConfig(num_units=120, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64)

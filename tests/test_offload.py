@@ -1,4 +1,4 @@
-"""Weights that stream: the same tokens as with all of them in memory, in no more memory than was stated."""
+"""Weights that stream: the same tokens as with all weights in memory, in no more memory than was stated."""
 
 import functools
 import os
@@ -98,7 +98,7 @@ def test_a_budget_that_is_none_is_refused(text: str) -> None:
 
 
 class FakeTransport:
-    """Moves bytes at once, and notes what it is asked; `broken` places cannot be read."""
+    """Moves bytes at once, and notes its calls; `broken` places cannot be read."""
 
     def __init__(self, size: int, buffers: int = 2) -> None:
         self.buffers = [torch.zeros(size, dtype=torch.uint8) for _ in range(buffers)]
@@ -346,8 +346,8 @@ def test_a_failed_read_is_one_failed_step(kind: str) -> None:
 
 
 class LateLane:
-    """A lane whose work is done when `finish` says so, in any order that marks allow: what waits for nothing may read
-    and write at any moment."""
+    """A lane whose work is done when `finish` says so, in any order that marks allow: work that waits for no mark may
+    read and write at any moment."""
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], bool]] = deque()
@@ -496,7 +496,7 @@ async def test_a_launch_streams_what_does_not_fit_and_says_so(tmp_path: Path, ke
 
 
 async def test_hidden_state_is_offered_while_weights_stream(tmp_path: Path) -> None:
-    """On a CPU, in no more memory; the scheduler knows what the stream takes, to divide the host by."""
+    """On a CPU, in no more memory; the scheduler knows the time of the stream, to divide the host."""
     config = offloading_config(overload="hidden", online_policy="goodput", swap_space=0.01)
     plan = plan_launch(config)
     assert plan.offload is not None and plan.scratch_blocks > 0
@@ -524,7 +524,7 @@ def test_explicit_limits_of_a_step_stay(tmp_path: Path) -> None:
 async def test_a_file_that_ends_early_fails_steps_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Requests end with an error: no token is made of what a buffer held before."""
+    """Requests end with an error: no token is made from the old content of a buffer."""
     engine = build_engine(offloading_config())
     await engine.start()
     try:

@@ -47,7 +47,7 @@ def test_a_thousand_waiting_chats_of_one_tenant_are_not_in_the_way_of_another(po
     light = [Arrival(1.0 + 2.03 * index, chat(f"light{index}", 2000, "light")) for index in range(5)]
     alone = [record.ttft for record in replay(make_core(policy, num_units=units), light).values()]
     records = replay(make_core(policy, num_units=units), heavy(1000) + light)
-    assert all(record.ended is not None for record in records.values()), "nobody waits for ever"
+    assert all(record.ended is not None for record in records.values()), "no request waits for ever"
     assert (records["heavy999"].ttft or 0.0) > 20.0, "there was a queue all the while"
     for index, own in enumerate(alone):
         ttft = records[f"light{index}"].ttft
@@ -74,7 +74,7 @@ def test_long_answers_that_hold_every_row_are_not_in_the_way_of_another_tenant(p
 
 @pytest.mark.parametrize("policy", ["goodput", "apt", "fcfs"])
 def test_all_chats_of_a_tenant_within_its_share_get_a_row_at_once(policy: str) -> None:
-    """Not only its first: eight rows of sixteen are its own, beside long answers that hold all of them."""
+    """Not only its first: eight rows of sixteen are its own, beside long answers that hold all rows."""
     crowd = [Arrival(0.0, chat(f"heavy{index}", 40, "heavy", output=900)) for index in range(24)]
     light = [Arrival(2.0, chat(f"light{index}", 60, "light", output=300)) for index in range(12)]
     alone = replay(make_core(policy, max_num_seqs=16), light)
@@ -141,7 +141,7 @@ def test_while_both_have_work_they_get_the_same_time_of_the_machine(policy: str)
 
 
 def test_an_arrival_waits_for_its_own_tenant_only() -> None:
-    """Eleven seconds of one tenant's prompts: another of it is refused, the first of somebody else is not."""
+    """Eleven seconds of one tenant's prompts: its next request is refused, the first of another tenant is not."""
     core = make_core(max_queue_time="5s")
     with pytest.raises(QueueFullError):
         for arrival in heavy(1000, length=1000):
@@ -173,6 +173,6 @@ def test_a_tenant_that_was_away_neither_saves_up_nor_sheds_a_debt() -> None:
     core.schedule(0.0)
     core.add_request(chat("b", 100, "b"), 0.1)
     assert share.is_contested
-    assert share.by_standing(["a", "b"]) == ["a", "b"], "lifted to the counter of those that were there"
+    assert share.by_standing(["a", "b"]) == ["a", "b"], "lifted to the counter of the present tenants"
     core.abort("b", 0.2)
     assert not share.is_contested

@@ -36,7 +36,7 @@ def test_beside_busy_neighbours_threads_wait_passively() -> None:
     environment = {"OMP_NUM_THREADS": "2"}
     line = choose_waiting(TORCH, environment, share(0.5))
     assert environment[POLICY] == "passive"
-    assert line is not None and "passively" in line and "50%" in line  # what others take
+    assert line is not None and "passively" in line and "50%" in line  # the share of other processes
 
 
 def test_on_a_quiet_machine_they_spin() -> None:
@@ -116,7 +116,7 @@ def test_a_start_waits_for_quiet_as_long_as_it_has_patience() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "told"), [(["--kernels", "torch"], True), ([], False)])
 def test_the_library_reads_what_the_command_decides(flags: list[str], told: bool) -> None:
-    """`tidemill profile` as a process: GNU OpenMP, which torch brings, shows at its start what it was told."""
+    """`tidemill profile` as a process: GNU OpenMP, which torch brings, shows its settings at its start."""
     program = (
         "import sys; from engine import openmp; openmp.processor_share = lambda threads: 0.3\n"
         "openmp.is_built = lambda: True\n"

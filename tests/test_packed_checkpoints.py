@@ -1,5 +1,5 @@
-"""Checkpoints in fewer bits: the weights that they stand for to the last bit, the same tokens as of plain ones, what a
-start says before it reads them, and one clear line for what cannot be read."""
+"""Checkpoints in fewer bits: the weights that they stand for to the last bit, the same tokens as of plain ones, the
+plan of a start before it reads them, and one clear line for an unreadable one."""
 
 import json
 from collections.abc import Callable
@@ -279,7 +279,7 @@ def test_a_model_of_32_billion_in_4_bits_is_planned_for_24_gigabytes(
     assert plan.weight_bytes > 17e9 and plan.weight_bytes + plan.cache_bytes < 24e9
 
 
-# What a start says ---------------------------------------------------------------------------------------------------
+# The plan of a start -----------------------------------------------------------------------------------------------
 
 
 def test_a_start_says_what_it_takes_before_it_reads(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_the_split_follows_the_measured_costs() -> None:
 
 @pytest.mark.parametrize("token", [1e-9, 1e-4, 1e-2])
 def test_the_split_balances_what_the_stream_leaves(token: float) -> None:
-    """Weights stream for half a second of every step: what is projected in that time costs nothing, and no restoring
+    """Weights stream for half a second of every step: projections in that time cost nothing, and no restoring
     has a pass over the weights of its own."""
     model = LatencyModel(
         intercept=0.52, transferred=2e-3, compact=token, restored=5.0, restored_step=0.5, decode_context=1e-6

@@ -36,7 +36,7 @@ def block_cost(one: PastRun, place: BlockPlace | None, costs: RestoreCosts) -> f
 
 
 def seconds_of(pasts: Sequence[PastRun], moves: Sequence[Move], costs: RestoreCosts) -> float:
-    """What the moves cost, of pasts of full blocks."""
+    """Return the cost of the moves, for pasts of full blocks."""
     return sum(blocks * block_cost(pasts[index], place, costs) for index, place, blocks in moves)
 
 

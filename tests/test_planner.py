@@ -150,7 +150,7 @@ def test_refused_and_unfinished_requests_are_no_good_ones() -> None:
 
 
 def test_every_request_of_a_window_is_served_to_its_end(profile: Path) -> None:
-    """Arrivals up to the very end of the window, none of them a miss."""
+    """Arrivals up to the very end of the window, without a miss."""
     made = traffic(rate=2.0)
     assert made.online is not None
     shifted = traces.build(made.online.arrived_at + 0.49, made.online.input_tokens, made.online.output_tokens)

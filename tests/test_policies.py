@@ -107,7 +107,7 @@ def test_random_is_a_fixed_order_per_seed() -> None:
 
 
 def test_no_preempt_counts_the_longest_form_of_everybody() -> None:
-    request = waiting(0, 93, 0.0)  # 93 + 100 tokens, the last of which is never computed on: 13 blocks, 26 units
+    request = waiting(0, 93, 0.0)  # 93 + 100 tokens, the last one is never computed on: 13 blocks, 26 units
     assert fits_whole(request, context(num_units=26))
     assert not fits_whole(request, context(num_units=25))
     assert fits_whole(request, context(num_units=52, running=[waiting(1, 93, 0.0)]))

@@ -139,7 +139,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        """A second request takes a block that is held, whatever its tier."""
+        """Let a second request take a held block of any tier."""
         block = data.draw(st.sampled_from(self.held))
         self.pools[block.entry.tier].acquire(block, online=block.online)
         self.held.append(block)

@@ -89,7 +89,7 @@ def test_columns_say_what_requests_say(requests: list[Request], hidden: int) -> 
 @settings(max_examples=150, deadline=None)
 @given(queues)
 def test_savable_is_the_latency_model_to_a_grain(requests: list[Request]) -> None:
-    """Prompts are rounded up, so nobody is called savable who is not, and who is by more than a grain is."""
+    """Prompts are rounded up: a request called savable is savable, and one with a grain of slack is called so."""
     state = pressure()
     queue = _transposed(requests, state)
     base = MODEL.predict(BatchFeatures())

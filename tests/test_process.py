@@ -569,7 +569,7 @@ def num_descriptors() -> int:
 
 
 def children() -> set[int]:
-    """Processes that this one started and that still run, or that nobody has waited for."""
+    """Return the processes that this one started and that still run or are not reaped."""
     found = set()
     for entry in (each / "stat" for each in Path("/proc").glob("[0-9]*")):
         with suppress(OSError):

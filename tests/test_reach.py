@@ -1,5 +1,5 @@
 """Layers with a sliding window read the end of a context alone: sweep, fit, planner, simulator and the profile's key
-count what is read, on average over the layers. A model without windows has the features and the key that it had."""
+count the tokens that are read, on average over the layers. A model without windows keeps its features and its key."""
 
 import functools
 import json
@@ -173,7 +173,7 @@ def test_a_launch_knows_what_its_layers_read(name: str, kinds: str) -> None:
     assert str(plan.limits.reach) == str(plan.limits.held.reach) == profile_key(plan).windows == kinds
     assert plan.limits.reach == Reach.of(plan.spec.windows)
     theirs = plan_launch(EngineConfig(model=str(model_folder(name)), device="cpu", model_impl="transformers"))
-    assert theirs.limits.reach == plan.limits.reach, "whoever's modules run it"
+    assert theirs.limits.reach == plan.limits.reach, "by modules of the project or of transformers"
 
 
 @given(st.lists(st.integers(0, 200), max_size=4), st.integers(0, 200), st.integers(1, 200))
@@ -190,7 +190,7 @@ def test_what_a_chunk_adds_is_what_the_step_takes_more(contexts: list[int], star
 
 
 class Watched(PredictedRunner):
-    """Keeps each step as it was planned, with what it takes."""
+    """Keeps each planned step."""
 
     def __init__(self) -> None:
         super().__init__(LAW)
@@ -202,7 +202,7 @@ class Watched(PredictedRunner):
 
 
 def test_steps_are_planned_by_what_is_read() -> None:
-    """Chats and offline lines of contexts far beyond the window: every step takes what the scheduler said, and a budget
+    """Chats and offline lines of contexts far beyond the window: every step takes the predicted time, and a budget
     that full contexts would break is used."""
     config = SchedulerConfig(num_units=2 * 2000, max_model_len=2048, max_num_seqs=16, max_num_batched_tokens=256)
     budget = BudgetParams("tidemill", 0.012)
@@ -226,7 +226,7 @@ def test_steps_are_planned_by_what_is_read() -> None:
 
 
 def test_a_long_prompt_takes_what_its_chunks_take() -> None:
-    """What is said of a prompt as a whole, of recomputing and of micro-batches, against its chunks one by one."""
+    """Estimates for a whole prompt, for recomputing and for micro-batches, against its chunks one by one."""
     chunk, beside = 64, BatchFeatures(LAW.reach)
     beside.add_decodes(4, 4 * LAW.reach.tokens(199, 1))
     step = LAW.predict(beside)

@@ -266,7 +266,7 @@ def test_what_a_launch_says_and_leaves_out(case_of: Any) -> None:
     assert plan.state_slots == 2 * plan.limits.max_num_seqs + 40 * 16 // 512
     assert plan.host_units == 0
     assert runner.masks is not None and runner.masks._patience == FOREVER
-    # planned without weights, never less than what is taken
+    # planned without weights, never less than the used bytes
     rows = plan.limits.max_num_seqs + plan.state_slots
     tables = [table for layer in runner.device._states._layers.values() for table in layer.values()]
     assert sum(table.nbytes for table in tables) == rows * plan.spec.state_bytes

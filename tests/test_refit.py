@@ -70,11 +70,11 @@ def test_a_device_whose_decodes_cost_twice_as_much_is_put_right() -> None:
     for step, seconds in measured(rng, 300, decodes=2.0):
         online.observe(step, seconds)
     assert error_of(online.as_fixed(), later) < 0.03 and online.scale == pytest.approx(1.0, abs=0.03)
-    assert len(list(online.recent())) >= len(before_and_after), "what is kept of steps does not start over"
+    assert len(list(online.recent())) >= len(before_and_after), "the record of steps does not start over"
 
 
 def test_what_nobody_ran_of_late_still_stands_on_the_sweep() -> None:
-    """Only small steps of late, all of them twice as slow: large ones are taken for twice as slow, too."""
+    """Only small steps of late, all twice as slow: large ones are taken for twice as slow, too."""
     rng = random.Random(4)
     small = [s for s in measured(rng, 3000) if s.features.num_tokens <= 64]
     found = refit(BEFORE, SWEEP, [Sample(f, 2.0 * s) for f, s in small])

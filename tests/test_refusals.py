@@ -38,7 +38,7 @@ PLAIN = {"engines": 2, "model": "folder"}
 
 
 def check(**values: Any) -> None:
-    """What a start checks, without the checks of single values."""
+    """Run the checks of a start, without those for single values."""
     engine, server = EngineConfig(), ServerConfig()
     for config in (engine, server):
         for name, value in (PLAIN | values).items():

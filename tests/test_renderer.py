@@ -1,4 +1,4 @@
-"""The limits of a rendering hold at each request, whatever the probe of the template has seen."""
+"""The limits of a rendering hold at each request, for any result of the template's probe."""
 
 import os
 import signal

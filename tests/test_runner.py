@@ -1,4 +1,4 @@
-"""Runners of every backend under the real core: each request gives what a cache-free model gives alone."""
+"""Runners of every backend under the real core: each request has the answer of a cache-free model alone."""
 
 import dataclasses
 import functools
@@ -73,7 +73,7 @@ KINDS = [("torch", 0), ("torch", 1), ("native", 0), ("cuda", 0), ("cuda", 1)]
 def make_driver(
     decoder: Decoder, depth: int = 0, backend: str = "torch", *, num_blocks: int = 200, seqs: int = 12, tokens: int = 32
 ) -> Driver:
-    """Whatever a request wishes, the host samples no step of the runner for CUDA: it would wait for the device."""
+    """The host samples no step of the runner for CUDA for any request: it would wait for the device."""
     config = SchedulerConfig(
         num_units=2 * num_blocks, max_model_len=min(num_blocks * BLOCK, 200), block_size=BLOCK, max_num_seqs=seqs,
         max_num_batched_tokens=tokens, pipeline_depth=depth, min_prefill_chunk=8,
@@ -379,7 +379,7 @@ def test_units_that_fit() -> None:
 
 
 def test_what_hidden_state_and_the_host_tier_take() -> None:
-    """The pool's own tensor, scratch included, is what the accounting says, to the byte."""
+    """The pool's own tensor, scratch included, has the accounted size, to the byte."""
     spec: ModelSpec = spec_from_config(llama_config(num_key_value_heads=4))
     size = memory.unit_bytes(spec, 16, torch.float32)
     hidden = memory.hidden_cache_bytes(spec, 16, torch.float32, 6, CPU)

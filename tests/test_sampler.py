@@ -1,4 +1,4 @@
-"""The sampler against plain per-row references, and what a row may never see of its neighbours."""
+"""The sampler against plain per-row references, and the independence of rows."""
 
 import math
 

@@ -56,7 +56,7 @@ def test_a_request_longer_than_the_pool_runs_to_its_end(depth: int, caching: boo
 
 @pytest.mark.parametrize("online", [True, False])
 def test_two_of_them_run_beside_each_other(online: bool) -> None:
-    """What each is thought to need is what it holds at once: neither waits for the other's end."""
+    """The estimated need of each is the number of blocks that it holds at once: neither waits for the other's end."""
     driver = make_driver()
     kind = RequestClass.ONLINE if online else RequestClass.OFFLINE
     requests = [make_request(str(salt), [salt] * 100, 20, request_class=kind) for salt in (1, 2)]

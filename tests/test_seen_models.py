@@ -1,5 +1,5 @@
-"""Models all of whose layers have a window, on runners whose free units hold nothing but NaN: what was given back is
-read by nobody, and answers are those of transformers' `generate`."""
+"""Models whose layers all have a window, on runners whose free units hold nothing but NaN: released blocks are
+never read, and answers are those of transformers' `generate`."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ CASE, WINDOW, BLOCK = "mistral-window", 17, 4
 
 
 class Poisoned:
-    """A runner, before each step of which all free units become NaN."""
+    """A runner that fills all free units with NaN before each step."""
 
     def __init__(self, runner: Runner[Any]) -> None:
         self.runner, self.driver = runner, None

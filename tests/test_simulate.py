@@ -67,7 +67,7 @@ def test_prefixes_of_a_batch_are_real_in_the_simulator() -> None:
     shared = simulated(made)
     plain = simulated(made, caching=False)
     assert 0.75 < shared["prefix_hits"] <= 768 / 896 and plain["prefix_hits"] == 0.0
-    assert shared["end"] < 0.7 * plain["end"], "what is in the cache need not be computed"
+    assert shared["end"] < 0.7 * plain["end"], "cached prefixes need not be computed"
     assert shared["offline_throughput"] * shared["end"] == pytest.approx(400 * (896 + 64))
     lone = made.jobs[0].lines
     alone = replace(made, jobs=(Job(replace(lone, content=tuple(Content() for _ in lone.content))),))
@@ -151,7 +151,7 @@ def test_a_profile_that_is_none_is_refused(tmp_path: Path, capsys: pytest.Captur
 def test_drafts_shorten_a_run_by_the_acceptance_that_a_server_recorded(
     profile_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of the decodes have a draft of four tokens, of which three are right."""
+    """Half of the decodes have a draft of four tokens, three right ones first."""
     trace = {"looks": 100, "sources": [["context", 8, 50, [[4, 3, 50]]]]}
     profile_path.with_suffix(".load.json").write_text(json.dumps({"drafts": {"chats": trace, "jobs": trace}}))
     load = ["--workload", "tiny", "--duration", "20", "--no-offline"]

@@ -273,7 +273,7 @@ def test_a_live_search_finds_the_largest_price_that_keeps_the_mean(edge: float) 
 def test_the_search_never_makes_an_unreachable_slo_worse() -> None:
     result, _ = search("ttft_mean=100ms")
     assert not result.slo_in_reach
-    assert result.params.latency_budget == 0.0, "any offline work would add to what is already too late"
+    assert result.params.latency_budget == 0.0, "any offline work would make late requests later"
 
 
 def test_every_further_window_has_a_say() -> None:

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent layers: where there are some, who starts from them, and how they go."""
+"""Snapshots of recurrent layers: their places, requests that start from them, and their end."""
 
 from typing import Any
 

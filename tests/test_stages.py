@@ -202,7 +202,7 @@ def test_micro_batches_are_under_way_together_and_change_no_token(kind: str) -> 
 
 
 class Group:
-    """Two engines, and what a control plane does with them."""
+    """Two engines, driven as by a control plane."""
 
     def __init__(self, kind: str) -> None:
         self.runners = [make_any(kind) for _ in range(2)]
@@ -255,7 +255,7 @@ def units_held(driver: Driver, name: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "demo"])
 def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
-    """Begun on two whole engines, gone on with in their pipeline, in units that neither had, and ended on one of them
+    """Begun on two whole engines, gone on with in their pipeline, in units that neither had, and ended on one engine
     whole again: always the tokens of a run alone."""
     rng = np.random.default_rng(1)
     requests = [make_request(f"r{i}", rng.integers(3, 90, 9 + i).tolist(), 12 + 9 * (i % 4)) for i in range(12)]
@@ -377,7 +377,7 @@ def test_units_keep_their_past_where_the_pool_is_laid_out_anew(piece: int, monke
 
 
 def test_memory_behind_the_units_is_given_back() -> None:
-    """What nobody touched since reads as zeros, on whole pages."""
+    """Untouched whole pages read as zeros."""
     pool = make_pool(20, spare=2**20)
     pool.relay(range(1), 5000)
     pool.put_past(np.arange(5000), range(1), torch.ones(5000, 1, 6))

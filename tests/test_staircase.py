@@ -70,7 +70,7 @@ def fitted(samples: list[Sample], padding: Padding) -> LatencyModel:
 
 
 def errors_of(model: LatencyModel) -> list[float]:
-    """predicted ÷ what the device takes without noise - 1."""
+    """Return predicted ÷ taken without noise - 1."""
     return [model.predict(features) / device(features) - 1.0 for features in steps_between()]
 
 

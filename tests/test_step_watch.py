@@ -1,4 +1,4 @@
-"""A slow step is not a hung one: which seconds count against it, and what /proc says of them."""
+"""A slow step is not a hung one: the seconds that count against it, and their source in /proc."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ def test_time_in_which_nobody_watched_does_not_count() -> None:
 
 
 class Script:
-    """Samples one interval apart, in each of which a thread did the same."""
+    """Return samples one interval apart, with the same work of a thread in each."""
 
     def __init__(self, interval: float, cpu: float, waited: float) -> None:
         self._interval, self._cpu, self._waited = interval, cpu, waited

@@ -143,7 +143,7 @@ def text_of(driver: Driver, name: str) -> str:
     return tokenizer().decode(driver.outputs[name])
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_json_is_compact_unless_asked_otherwise() -> None:
         assert (matcher.failed is None and matcher.complete) is accepted
 
 
-# What is drawn
+# Draws
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_every_answer_that_ends_is_valid(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["native", "cuda"])
 def test_backends_draw_what_torch_draws(backend: str) -> None:
-    """The same answers at the same seeds, whatever the pipeline's depth."""
+    """The same answers at the same seeds, at any depth of the pipeline."""
     texts = []
     for each in ("torch", backend):
         driver = make_driver(each)
@@ -300,7 +300,7 @@ def test_forced_tokens_behind_a_step_in_flight_outlast_late_masks_and_failures(
 
 @pytest.mark.parametrize("backend", ["torch", "cuda", "torch ahead"])
 def test_a_run_of_forced_tokens_is_one_chunk_and_as_urgent_as_a_decode(backend: str) -> None:
-    """Beside a long prompt, which takes what is left of the steps. Where a step is in flight it computes the first of
+    """Beside a long prompt, which takes the rest of the steps. Where a step is in flight it computes the first of
     the tokens, and the chunk is in the one behind it."""
     driver = make_driver(backend)
     word = "abcdefgh" * 3
@@ -355,7 +355,7 @@ def test_an_answer_that_is_complete_ends_however_short() -> None:
     assert driver.finals["long"].num_output_tokens >= 20 and set(text_of(driver, "long")) == {"a"}
 
 
-# What it costs
+# Costs
 
 
 @pytest.mark.slow

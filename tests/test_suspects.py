@@ -1,4 +1,4 @@
-"""Blame for deaths of the engine process, and the recorder that says who ran: without a process, on a virtual clock."""
+"""Blame for deaths of the engine process, and the recorder of the last requests, on a virtual clock."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Faults of the host tier on the real runner: a copy that fails half-way, and NaN in what comes back."""
+"""Faults of the host tier on the real runner: a copy that fails half-way, and NaN in restored units."""
 
 import functools
 from types import SimpleNamespace
@@ -128,7 +128,7 @@ def test_host_memory_that_cannot_be_locked_is_said_once(
 
 
 def test_nan_in_a_history_that_comes_back_is_computed_again() -> None:
-    """What a chat left on the host is poisoned there: its next turn fails once, and forgets the copy."""
+    """The past of a chat is poisoned on the host: its next turn fails once, and forgets the copy."""
     driver = make()
     history = [5 + at for at in range(17)]
     want = [make_request("first", history, 3), *(make_request(f"o{i}", [50 + i] * 30, 3) for i in range(3))]

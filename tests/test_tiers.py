@@ -1,4 +1,4 @@
-"""The host pool as a prefix cache: what is saved when the device evicts it, how it comes back, what faults cost."""
+"""The host pool as a prefix cache: saved blocks at eviction, their way back, and the cost of faults."""
 
 import random
 
@@ -184,7 +184,7 @@ def test_a_start_is_charged_for_its_copies_once(depth: int) -> None:
     assert [step.features.transferred_bytes for step in steps] == moved and sum(moved) >= 20
     for step, units in zip(steps, moved, strict=True):
         assert step.predicted_latency == pytest.approx(step_seconds(step.predicted_latency, units), abs=1e-12), (
-            "copies are part of what a step is said to take"
+            "copies are part of a step's predicted time"
         )
 
 

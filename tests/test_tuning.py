@@ -1,4 +1,4 @@
-"""The tuner: the load decides which budget is in force, and what is searched, compared and kept."""
+"""The tuner: the load decides the budget in force, and the searches, comparisons and records."""
 
 import asyncio
 import contextlib
@@ -65,7 +65,7 @@ Answer = Callable[[Job], Any]
 
 
 class Bench:
-    """A keeper and its tuner on a clock of the test; `answer` stands for the child process, `jobs` are what it got."""
+    """A keeper and its tuner on a clock of the test; `answer` stands for the child process, `jobs` are its calls."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ async def test_a_load_above_all_that_was_searched_gets_less_than_any_of_them() -
 
 
 async def test_a_tolerance_is_searched_at_both_edges_of_a_cell_and_held_to_less_at_every_other_rate() -> None:
-    """Chats that come more rarely have shorter steps alone: what is five per cent of theirs was never searched."""
+    """Chats that come more rarely have shorter steps alone: five per cent of their time was never searched."""
     async with tuned(lambda job: found(0.004), slo="5%") as bench:
         await bench.serve(60, 4.0)
         assert bench.budget == 0.004
@@ -293,7 +293,7 @@ async def test_what_was_learned_is_kept_and_used_by_the_next_server(tmp_path: Pa
     second = tuned(lambda job: found(0.9), job=False, store=store, start=1000 * BUCKET + 86_400.0)
     async with second as bench:
         await bench.settle()
-        assert bench.budget == 0.0123, "the calendar lets expect that load before anybody has come"
+        assert bench.budget == 0.0123, "the calendar lets expect that load before the first request"
 
 
 async def test_a_place_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path, caplog: Any) -> None:
@@ -342,7 +342,7 @@ async def test_jobs_run_in_a_process_of_their_own() -> None:
 
 @pytest.mark.slow
 async def test_a_child_that_gets_no_time_is_continued_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last attempt has no limit on the clock; it starts from the notes of those before it."""
+    """The last attempt has no limit on the clock; it starts from the notes of earlier attempts."""
     with pytest.raises(ChildError, match="no core had time for it within 0 s"):
         await run_child(int, turns=(Turn("idle", 0.0, 9.0), Turn("low", 0.0, 9.0)))
     numbers, chats = range(10**8), iter([True] * 10)  # a child that is stopped is not replaced, and goes on
@@ -410,7 +410,7 @@ def test_a_window_is_short_in_steps_and_leaves_out_hours_without_chats() -> None
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux")
 @pytest.mark.parametrize("priority", ["idle", "low", "usual"])
 def test_priorities_are_those_of_the_name(priority: str) -> None:
-    """In a thread: there a thread has its own, and it cannot take back what it gave away."""
+    """In a thread: there a thread has its own, and it cannot raise its priority again."""
 
     def found() -> tuple[bool, int]:
         step_aside(priority)
@@ -431,7 +431,7 @@ asyncio.run(run_child(function, *arguments, turns=(Turn("usual", 900.0),)))
 
 @pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="Linux")
 def test_a_child_ends_with_a_server_that_was_killed() -> None:
-    """SIGKILL: nobody was left to end it, and it computed for minutes beside the next engine."""
+    """SIGKILL of the server leaves no process to end the child, which computed for minutes beside the next engine."""
     window = Workload(tuple(OnlineArrival(i / 10, Lengths(200, 100)) for i in range(20_000)), 2000.0)
     job = find_budget, (window, [window], ReplayedServer(MODEL, SLO.parse("tbt_p99=60ms"), CONFIG))
     with subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE) as server:

@@ -31,7 +31,7 @@ OFFLINE = RequestClass.OFFLINE
 
 
 def make_engine(stall_seconds: float = 0.25, **changes: Any) -> Engine:
-    """Its patience is longer than what a busy machine takes from the loop between two steps: that would be a stall."""
+    """Its patience is longer than the loop's waits on a busy machine between two steps: that would be a stall."""
     settings: dict[str, Any] = {"num_units": 128, "max_model_len": 256, "block_size": BLOCK}
     core = EngineCore(SchedulerConfig(**{**settings, **changes}))
     info = EngineInfo(256, VOCAB, frozenset(), "fake", "none", "none", 0)
@@ -90,7 +90,7 @@ async def test_queues_and_rows_are_built_anew(
 
 
 async def test_what_can_never_start_ends_with_an_error_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first in the queue is poison: nobody gets past it until it is taken out."""
+    """The first in the queue is poison: no request gets past it until it is taken out."""
     engine = make_engine()
     await engine.start()
     schedule = engine.core.schedule

@@ -126,7 +126,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
         wanted = {key: value for key, value in sizes.items() if key in known or key in own}
         if getattr(default, "sliding_window", None) is None:
             wanted.pop("sliding_window", None)
-        if "qk_rope_head_dim" in known:  # latent attention: the width of a head is what is rotated
+        if "qk_rope_head_dim" in known:  # latent attention: the width of a head is the rotated part
             wanted.pop("head_dim", None)
             wanted["num_key_value_heads"] = wanted["num_attention_heads"]
         return kind(**(wanted | changes))

@@ -46,7 +46,7 @@ def count_work(function: Callable[[], object]) -> Work:
 
 def assert_linear(prepare: Callable[[int], Callable[[], object]], size: int) -> None:
     """The work of `prepare(n)` for n, 2n and 4n grows no faster than n. What `prepare` itself does is not counted."""
-    prepare(size)()  # what is made once: caches, compiled patterns
+    prepare(size)()  # one-time work: caches, compiled patterns
     one, two, four = (count_work(prepare(size * factor)) for factor in (1, 2, 4))
     for kind in Work._fields:
         counts = [getattr(work, kind) for work in (one, two, four)]

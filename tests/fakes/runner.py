@@ -64,7 +64,7 @@ class _Row:
     state: Digest = b""
     digests: list[Digest] = field(default_factory=list)
     due: dict[str, list[_Cell]] = field(default_factory=lambda: {"k": [], "v": [], "x": []})
-    """By part, what its cells must hold at each position. Kept: a past is compared at every step."""
+    """By part, the content of its cells at each position. Kept: a past is compared at every step."""
 
     def cut(self, end: int) -> None:
         """Forget all tokens from `end` on."""
@@ -176,7 +176,7 @@ class FakeRunner:
             self._states[target] = self._states[slot]
 
     def _save_states(self, output: SchedulerOutput) -> None:
-        """Move the states of rows on, and keep what they are on the way."""
+        """Move the states of rows on, and keep the states on the way."""
         slots = [saved.slot for saved in output.saved_states]
         taken = {new.state for new in output.new_requests}
         assert len(set(slots)) == len(slots) and taken.isdisjoint(slots), "a slot is written twice, or while it is read"
@@ -285,7 +285,7 @@ class FakeRunner:
 
 
 def solo_tokens(prompt: list[int], sampling: SamplingParams, vocab_size: int) -> list[int]:
-    """What a request gives when it runs alone: the reference of every control-plane test."""
+    """Return the tokens of a request that runs alone: the reference of every control-plane test."""
     token_ids = list(prompt)
     outputs: list[int] = []
     digests: list[Digest] = []

@@ -1,4 +1,4 @@
-"""Drafts from what the model will say, with mistakes: verification without luck."""
+"""Drafts from the model's future tokens, with mistakes: verification without luck."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -12,7 +12,7 @@ WRONG, AWAITS = 0.3, 0.5
 
 
 class Oracle(Speculation):
-    """Draft up to `most` tokens behind each decode, each wrong with probability WRONG, whatever they cost.
+    """Draft up to `most` tokens behind each decode, each wrong with probability WRONG, at any cost.
 
     `answer` returns the output tokens of a request that runs alone.
     """
