@@ -33,27 +33,6 @@ def sdk(served: Served, **options: Any) -> anthropic.AsyncAnthropic:
 # --- messages
 
 
-async def test_a_stream_gives_what_a_whole_message_has(tmp_path: Path) -> None:
-    async with scripted(tmp_path, f"<think>\nhm hm\n</think>\n\n{TWO}", THINKS) as served, sdk(served) as client:
-        fields: Any = ask(tools=TOOLS, thinking={"type": "enabled", "budget_tokens": 1024})
-        whole = await client.messages.create(**fields)
-        async with client.messages.stream(**fields) as stream:
-            kinds = [event.type async for event in stream]
-            final = await stream.get_final_message()
-        counted = await client.messages.count_tokens(model=fields["model"], messages=fields["messages"], tools=TOOLS)  # type: ignore[arg-type]
-        prompt = len(served.engine.requests[0].prompt_token_ids)
-    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
-    assert {"thinking", "text", "input_json", "content_block_stop", "message_delta"} <= set(kinds)
-    for message in (whole, final):
-        thinking, text, first, second = message.content
-        assert thinking.type == "thinking" and thinking.thinking == "hm hm"
-        assert text.type == "text" and text.text == "Wait."
-        assert first.type == "tool_use" and (first.name, first.input) == ("weather", {"city": "Rome", "days": 2})
-        assert second.type == "tool_use" and second.input == {"zone": "UTC"}
-        assert message.stop_reason == "tool_use" and message.usage.output_tokens > 0
-    assert whole.usage == final.usage and counted.input_tokens == prompt
-
-
 async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
     """Objects of the SDK as they are, results of the tools, and its typed errors."""
     template = THINKS.replace("{{ message.content", "({{ message.reasoning_content }}){{ message.content")

@@ -14,6 +14,7 @@ import pytest
 from batch_tools import FAST, BatchLimits, batch_server, eventually, jsonl, line
 from fake_engine import MODEL, Served
 from fixtures import StartServer
+from support.tables import for_each
 
 from engine.text.tokenizer import Tokenizer
 from gateway.store.objects import Page
@@ -164,7 +165,7 @@ async def test_a_batch_that_runs(tokenizer: Tokenizer, tmp_path: Path, capsys: p
         assert watched[-1] == "cancelled" and (await terminal.run("watch", out.strip()))[0] == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "code", "says"),
     [
         (("watch", "batch_none"), 1, "there is no batch batch_none; tidemill batch list shows them"),

@@ -13,9 +13,8 @@ from typing import Any
 import httpx
 import hypothesis.strategies as st
 import pytest
-from batch_tools import batch_server, check_ended, jsonl, line, submit, until, until_counted
+from batch_tools import batch_server, check_ended, jsonl, line, submit, until
 from hypothesis import given, settings
-from support.lazy import openai
 
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.core import EngineCore
@@ -62,15 +61,6 @@ def test_a_range_moves_by_at_most_its_width_and_only_if_the_estimate_leaves_it(e
         low, high = new_low, new_high
 
 
-@settings(deadline=None)
-@given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=40), st.booleans())
-def test_a_range_follows_monotone_ends_in_their_direction(ends: list[float], later: bool) -> None:
-    shown = EndRange()
-    found = [shown.update(1e6 + end, 1e6) for end in sorted(ends, reverse=not later)]
-    for before, after in pairwise(found):
-        assert after[0] >= before[0] if later else after[1] <= before[1]
-
-
 @given(st.floats(100.0, 1e6))
 def test_a_range_around_a_steady_end_shrinks_within_itself(left: float) -> None:
     shown, ranges = EndRange(), list[tuple[float, float]]()
@@ -80,14 +70,6 @@ def test_a_range_around_a_steady_end_shrinks_within_itself(left: float) -> None:
         ranges.append((low, high))
     assert all(a[0] <= b[0] and b[1] <= a[1] for a, b in pairwise(ranges))
     assert len(set(ranges)) < 60, "most updates change nothing"
-
-
-def test_a_range_reaches_a_far_end_in_a_few_updates() -> None:
-    shown = EndRange()
-    shown.update(60.0, 0.0)
-    for _ in range(15):
-        low, high = shown.update(86_400.0, 0.0)
-    assert low <= 86_400.0 <= high <= 86_400.0 * (1 + SPREAD) + 1
 
 
 # ---- the rate
@@ -314,13 +296,6 @@ def test_the_head_of_a_file_tells_of_its_lines(tmp_path: Path) -> None:
 WRONG_NUMBERS: list[Any] = [-1e30, -1e308, -5, 0, "-inf", "inf", "nan", "7", True, 1.5, 2**31, 10**30, [], {}]
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n"])
-@pytest.mark.parametrize("number", WRONG_NUMBERS, ids=repr)
-def test_an_invalid_line_counts_as_no_work(tmp_path: Path, name: str, number: Any) -> None:
-    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
-    assert head_of(tmp_path / "in.jsonl", [{**chat, name: number}, chat]).answers == (0.0, 3.0)
-
-
 def test_what_is_no_line_counts_as_no_work(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'[1]\n{\nnull\n"x"\n{"body":1}\n{"body":{"max_tokens":NaN}}\n{"body":{"max_tokens":1e999}}\n')
@@ -395,24 +370,3 @@ async def test_a_job_with_time_is_a_plain_one(tokenizer: Tokenizer, tmp_path: Pa
         assert running.metadata == {"tidemill.at_risk": "false"}, "no pace, no eta"
         served.engine.release()
         assert (await until(client, created.id)).metadata is None
-
-
-async def test_the_eta_is_shown_while_lines_end(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async with batch_server(tokenizer, tmp_path, "some words", hold_after=0) as (served, client):
-        measured(served.app.state.batches.jobs)
-        batch = await submit(client, jsonl(line(i) for i in range(30)))
-        running = batch
-        while "tidemill.eta" not in (running.metadata or {}):
-            await asyncio.sleep(0.01)
-            running = await client.batches.retrieve(batch.id)
-        low, high = map(int, running.metadata["tidemill.eta"].split("-"))
-        assert running.created_at <= low < high
-        served.engine.release()
-        await until(client, batch.id)
-        await until_counted(client, batch.id, 30)
-
-
-async def test_the_servers_own_metadata_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async with batch_server(tokenizer, tmp_path) as (_, client):
-        with pytest.raises(openai.BadRequestError, match=r"'tidemill\.'"):
-            await submit(client, jsonl([line(1)]), metadata={"tidemill.eta": "1"})

@@ -16,17 +16,18 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import uvicorn
-from batch_tools import FAST, batch_server, bucket_of_moto, client_of, jsonl, line
+from batch_tools import FAST, batch_server, client_of, jsonl, line
 from fake_engine import MODEL, Served
 from fixtures import http_server
 from obstore.store import MemoryStore
+from support.tables import for_each
 
 import tidemill.batch
 import tidemill.run as runs
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.server import bind
-from tidemill import Batch, BatchResult, cli, tables
+from tidemill import Batch, BatchResult, cli
 from tidemill import client as client_module
 from tidemill.client import ChatError, ChatOptions, RefusedError, ServerClient
 from tidemill.recipe import Recipe, is_final
@@ -235,14 +236,11 @@ def test_a_full_server_gets_the_next_part_later(tmp_path: Path, monkeypatch: pyt
     assert calls == ["upload", "create", "upload", "refuse", "create", "upload", "create"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "content", "arguments", "words"),
     [
         ("in.txt", "x", ["--prompt", "{a}"], "must end in one of .jsonl"),
         ("in.csv", "", ["--prompt", "{a}"], "the table has no rows"),
-        ("in.csv", "a,b\n1\n", ["--prompt", "{a}"], "line 2 has 1 cells, the first line 2"),
-        ("in.csv", "a,a\n1,2\n", ["--prompt", "{a}"], "two columns have the same name"),
-        ("in.csv", b"a\n\xff\n", ["--prompt", "{a}"], "not UTF-8"),
         ("in.csv", "a\n1\n", ["--prompt", "{b}"], "row 1: the prompt names the column 'b'; the row has 'a'"),
         ("in.csv", "a\n1\n", ["--prompt", "{a"], "braces"),
         ("in.csv", "a\n1\n", ["--prompt", "{a!r}"], "braces hold the name of a column"),
@@ -254,7 +252,6 @@ def test_a_full_server_gets_the_next_part_later(tmp_path: Path, monkeypatch: pyt
         ("in.csv", "a\n1\n", ["--prompt", "{a}", "--map-model", "a=b"], "needs ready-made requests"),
         ("in.csv", "a\n1\n", ["--map-model", "a"], "--map-model must look like KEY=VALUE"),
         ("in.jsonl", "{}\nx\n", ["--prompt", "x"], "line 2 is not JSON"),
-        ("in.jsonl", "[]\n", ["--prompt", "x"], "line 1 is not a JSON object"),
         ("in.parquet", "x", ["--prompt", "x"], "in.parquet: "),
         ("in.csv", "a\n1\n", ["--prompt", "{a}", "--output", "none/out.csv"], "the folder does not exist"),
         ("in.csv", "a\n1\n", ["--prompt", "{a}", "--output", "ftp://x/out.csv"], "the scheme is unknown"),
@@ -303,14 +300,6 @@ async def test_the_command(served: Served, tmp_path: Path, capsys: pytest.Captur
     assert await asyncio.to_thread(cli.main, [*argv, "--model", "gpt-4o-mini"]) == 1
     captured = capsys.readouterr()
     assert "fake-model" in captured.err, "the error names the models of the server"
-
-
-def test_values_of_several_types_become_text_in_parquet(tmp_path: Path) -> None:
-    rows = [{"a": 1, "b": [1], "c": None}, {"a": "x", "b": None, "c": None}, {"a": 10**30, "b": [2.5], "c": None}]
-    source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
-    tables.write_rows(target, lambda: tables.read_rows(source), dict.fromkeys("abc", ""), source)
-    assert [row["a"] for row in tables.read_rows(target)] == ["1", "x", str(10**30)]
-    assert [row["b"] for row in tables.read_rows(target)] == [[1.0], None, [2.5]]
 
 
 def test_the_form_of_an_answer_that_is_not_an_object() -> None:
@@ -446,19 +435,3 @@ async def test_object_stores_and_the_web(served: Served, tmp_path: Path, monkeyp
         for missing in ("s3://bucket/none.csv", f"{address}/none.csv"):
             with pytest.raises(ConfigError, match=r"none\.csv"):
                 await run(served, missing, prompt="{text}")
-
-
-@pytest.mark.clients
-async def test_a_bucket_of_s3(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Input and output in a bucket of moto's server; needs `pip install 'moto[server]'`."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    async with bucket_of_moto(monkeypatch):
-        tables.put(write(tmp_path / "in.parquet", ROWS), "s3://bucket/in.parquet")
-        for _ in range(2):
-            await run(served, "s3://bucket/in.parquet", "s3://bucket/out.parquet", prompt="{text}", max_tokens=60)
-            tables.fetch("s3://bucket/out.parquet", tmp_path / "out.parquet")
-            rows = list(tables.read_rows(tmp_path / "out.parquet"))
-            assert [(row["id"], row["answer"]) for row in rows] == [(row["id"], ANSWER) for row in ROWS]
-        assert await num_batches(served) == 1, "the second run had nothing to send"
-        with pytest.raises(ConfigError, match="none"):
-            await run(served, "s3://bucket/none.csv", prompt="{text}")

@@ -293,17 +293,6 @@ async def test_a_fault_of_the_whole_disk_costs_no_line(
         assert len(served.engine.requests) == 6
 
 
-async def test_a_fault_that_is_over_is_noticed_without_an_upload(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    disk = FaultyDisk({})
-    async with batch_server(tokenizer, tmp_path, disk=disk) as (served, client):
-        disk.faults = {disk.count: NO_SPACE}
-        with pytest.raises(openai.InternalServerError):
-            await upload(client, b"x")
-        jobs = served.app.state.batches.jobs
-        assert "ENOSPC" in jobs.storage_fault()
-        await eventually(lambda: jobs.storage_fault() is None)
-
-
 async def test_a_long_fault_pauses_jobs_answers_507_and_spares_online(tokenizer: Tokenizer, tmp_path: Path) -> None:
     disk = FaultyDisk({})
     async with batch_server(tokenizer, tmp_path, disk=disk, limits=ONE_BY_ONE) as (served, client):

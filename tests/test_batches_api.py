@@ -31,6 +31,7 @@ from batch_tools import (
 from fake_engine import MODEL, Script, Served
 from fixtures import refuse_blocking
 from support.lazy import openai
+from support.tables import for_each
 
 from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import EngineStepError, EngineUnavailableError, QueueFullError
@@ -47,6 +48,14 @@ async def ready(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Ready]:
     async with batch_server(tokenizer, tmp_path / "state", "done") as pair:
         with refuse_blocking():
             yield pair
+
+
+@pytest.fixture
+async def limited(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Ready]:
+    """A server that takes batches of 20 lines of 2048 bytes."""
+    limits = BatchLimits(lines=20, line_bytes=2048, retry_seconds=0.01)
+    async with batch_server(tokenizer, tmp_path, limits=limits) as pair:
+        yield pair
 
 
 def check_types(obj: Any) -> None:
@@ -92,27 +101,6 @@ async def test_from_upload_to_results(ready: Ready, tmp_path: Path, endpoint: st
     await eventually(lambda: not leftovers(tmp_path / "state")["journals"])  # removed after the end is known
     left = leftovers(tmp_path / "state")
     assert left == {"files": sorted([file.id, batch.output_file_id]), "journals": [], "tmp": []}
-
-
-async def test_a_bad_body_is_an_error_row_with_its_status_and_the_others_run(ready: Ready) -> None:
-    _, client = ready
-    bad = {
-        "range": line("range", temperature=3.0),
-        "unknown": line("unknown", no_such_field=1),
-        "type": line("type", n="two"),
-        "context": line("context", max_tokens=100_000),
-        "empty": {**line("empty"), "body": {}},
-        "tier": line("tier", service_tier="fast"),
-        "image": line("image", prompt_embeds="x"),
-    }
-    batch = await until(client, (await submit(client, jsonl([*bad.values(), line(1)]))).id)
-    output, errors = await check_ended(client, batch, ["id-1", *(f"id-{name}" for name in bad)])
-    assert set(output) == {"id-1"} and batch.status == "completed"
-    for row in errors.values():
-        assert row["error"] is None and row["response"]["status_code"] == 400
-        assert set(row["response"]["body"]["error"]) == {"message", "type", "param", "code"}
-    assert errors["id-range"]["response"]["body"]["error"]["param"] == "temperature"
-    assert errors["id-context"]["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
 async def test_all_lines_failed_is_completed_without_output(ready: Ready) -> None:
@@ -168,7 +156,7 @@ async def test_lines_of_other_apis_are_answered_in_their_shapes(ready: Ready, en
 # ---- creation
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "param"),
     [
         ({"endpoint": "/v1/messages/count_tokens"}, "endpoint"),
@@ -205,7 +193,7 @@ async def test_the_results_of_a_batch_are_no_input(ready: Ready) -> None:
     assert caught.value.param == "input_file_id"
 
 
-@pytest.mark.parametrize("file_id", ["file-" + "0" * 32, "../../etc/passwd", "file-x", "", "x" * 5000, "%00"])
+@for_each("file_id", ["file-" + "0" * 32, "../../etc/passwd", "file-x", "", "x" * 5000, "%00"])
 async def test_an_input_that_does_not_exist_is_a_404(ready: Ready, file_id: str) -> None:
     _, client = ready
     with pytest.raises(openai.NotFoundError) as caught:
@@ -213,7 +201,7 @@ async def test_an_input_that_does_not_exist_is_a_404(ready: Ready, file_id: str)
     assert caught.value.param == "input_file_id"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("batch_id", ["batch_" + "0" * 32, "..%2f..", "batch_x", "x" * 5000])
+@for_each("batch_id", ["batch_" + "0" * 32, "..%2f..", "batch_x", "x" * 5000])
 async def test_a_batch_that_does_not_exist_is_a_404(ready: Ready, batch_id: str) -> None:
     _, client = ready
     with pytest.raises(openai.NotFoundError):
@@ -222,14 +210,12 @@ async def test_a_batch_that_does_not_exist_is_a_404(ready: Ready, batch_id: str)
         await client.batches.cancel(batch_id)
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("24h", 86400), ("90m", 5400), ("7d", 604800), ("30d", 2592000), ("1s", 1)]
-)
+@for_each(("text", "seconds"), [("24h", 86400), ("90m", 5400), ("7d", 604800), ("30d", 2592000), ("1s", 1)])
 def test_completion_windows(text: str, seconds: int) -> None:
     assert window_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["0h", "-1h", "1.5h", "24 h", "24H", "", "h", "9" * 50 + "d", "٣h", "24h\n"])
+@for_each("text", ["0h", "-1h", "1.5h", "24 h", "24H", "", "h", "9" * 50 + "d", "٣h", "24h\n"])
 def test_what_is_no_completion_window(text: str) -> None:
     with pytest.raises(ApiError):
         window_seconds(text)
@@ -252,7 +238,7 @@ async def test_an_idempotency_key_makes_one_batch(ready: Ready) -> None:
 # ---- bad input files
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "code", "number"),
     [
         (b"", "empty_file", None),
@@ -279,22 +265,23 @@ async def test_an_idempotency_key_makes_one_batch(ready: Ready) -> None:
     ],
 )
 async def test_bad_input_fails_the_batch_and_names_the_line(
-    tokenizer: Tokenizer, tmp_path: Path, content: bytes, code: str, number: int | None
+    limited: Ready, content: bytes, code: str, number: int | None
 ) -> None:
-    limits = BatchLimits(lines=20, line_bytes=2048, retry_seconds=0.01)
-    async with batch_server(tokenizer, tmp_path, limits=limits) as (served, client):
-        batch = await until(client, (await submit(client, content)).id)
-        check_types(batch)
-        assert batch.status == "failed" and batch.failed_at and batch.errors.object == "list"
-        assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, number)
-        counts = batch.request_counts
-        assert (counts.total, counts.completed, counts.failed) == (0, 0, 0)
-        assert batch.output_file_id is batch.error_file_id is None and not served.engine.requests
-        cancelled = await client.batches.cancel(batch.id)
-        assert cancelled.status == "failed" and cancelled.cancelling_at is None
+    served, client = limited
+    batch = await until(client, (await submit(client, content)).id)
+    check_types(batch)
+    assert batch.status == "failed" and batch.failed_at and batch.errors.object == "list"
+    assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, number)
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (0, 0, 0)
+    assert batch.output_file_id is batch.error_file_id is None and not served.engine.requests
+    cancelled = await client.batches.cancel(batch.id)
+    assert cancelled.status == "failed" and cancelled.cancelling_at is None
 
 
 BAD_BODIES: list[tuple[Any, int, str]] = [
+    ({"temperature": 3.0}, 400, "temperature"),
+    ({"max_tokens": 100_000}, 400, "context"),
     ({"user": "x" * 3000}, 413, "larger than 2048 bytes"),
     ({"user": "x" * 30_000}, 413, "larger than 2048 bytes"),
     ({"user": "cut \ud83d"}, 400, "not valid JSON"),
@@ -414,17 +401,6 @@ async def test_cancelling_half_way_keeps_what_is_finished(tokenizer: Tokenizer, 
         assert served.engine.num_open == 0
 
 
-async def test_a_batch_whose_window_closes_is_expired(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async with batch_server(tokenizer, tmp_path, "x", hold_after=0) as (served, client):
-        batch = await submit(client, jsonl([line(i) for i in range(3)]), completion_window="1s")
-        ended = await until(client, batch.id)
-        assert ended.status == "expired" and ended.expired_at and ended.output_file_id is None
-        _, errors = await check_ended(client, ended, ["id-0", "id-1", "id-2"])
-        assert {row["error"]["code"] for row in errors.values()} == {"batch_expired"}
-        assert served.engine.num_open == 0
-        assert (await client.batches.cancel(batch.id)).status == "expired"
-
-
 async def test_results_expire_as_asked(ready: Ready) -> None:
     _, client = ready
     expiry: Any = {"anchor": "created_at", "seconds": 3600}
@@ -486,18 +462,6 @@ async def test_lines_that_an_engine_lost_run_again(tokenizer: Tokenizer, tmp_pat
         assert len(output) == 5
 
 
-async def test_the_engine_never_holds_more_than_the_window(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    limits = BatchLimits(window_lines=8, retry_seconds=0.01)
-    async with batch_server(tokenizer, tmp_path, "x", limits=limits, hold_after=0) as (served, client):
-        batch = await submit(client, jsonl([line(i) for i in range(50)]))
-        await served.engine.wait_for_event("add", 8)
-        await asyncio.sleep(0.1)
-        assert served.engine.num_open == 8 == len(served.engine.requests)
-        served.engine.release()
-        await until(client, batch.id)
-        assert len(served.engine.requests) == 50
-
-
 async def test_online_requests_go_on_beside_a_batch(tokenizer: Tokenizer, tmp_path: Path) -> None:
     def script(request: EngineRequest) -> Script:
         offline = request.request_class is RequestClass.OFFLINE
@@ -518,37 +482,16 @@ async def test_online_requests_go_on_beside_a_batch(tokenizer: Tokenizer, tmp_pa
 # ---- tenants
 
 
-async def test_tenants_do_not_see_each_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async with (
-        batch_server(tokenizer, tmp_path / "state", api_key_file=keys_of(tmp_path, "key-a a", "key-b b")) as (
-            served,
-            _,
-        ),
-        client_of(served, api_key="key-a") as a,
-        client_of(served, api_key="key-b") as b,
-    ):
-        batch = await until(a, (await submit(a, jsonl([line(1)]))).id)
-        assert (await b.batches.list()).data == [] and (await b.files.list()).data == []
-        files: Any = [(call, batch.input_file_id) for call in (b.files.retrieve, b.files.content, b.files.delete)]
-        for call, known in [*files, (b.batches.retrieve, batch.id), (b.batches.cancel, batch.id)]:
-            answers = []
-            for name in (known, known[:-32] + "0" * 32):
-                with pytest.raises(openai.NotFoundError) as caught:
-                    await call(name)
-                answers.append(caught.value.response.text)
-            assert answers[0] == answers[1]
-        with pytest.raises(openai.NotFoundError):
-            await create(b, batch.input_file_id)
-        with pytest.raises(openai.BadRequestError):
-            await b.batches.list(after=batch.id)
-        other = await until(b, (await submit(b, jsonl([line(1)]))).id)
-        assert other.status == "completed"
-        salts = {request.cache_salt for request in served.engine.requests}
-        assert len(salts) == 2, "prefix caches are separate"
-        owners = {(request.tenant, request.job, request.lane) for request in served.engine.requests}
-        assert {job for _, job, _ in owners} == {batch.id, other.id} and {lane for *_, lane in owners} == {Lane.BATCH}
-        assert len({tenant for tenant, *_ in owners}) == 2
-        assert await results_of(a, batch)
+async def test_lines_of_tenants_have_prefix_caches_and_jobs_of_their_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    keys = keys_of(tmp_path, "key-a a", "key-b b")
+    async with batch_server(tokenizer, tmp_path / "state", api_key_file=keys) as (served, _):
+        ids = []
+        for key in ("key-a", "key-b"):
+            async with client_of(served, api_key=key) as client:
+                ids.append((await until(client, (await submit(client, jsonl([line(1)]))).id)).id)
+        first, second = served.engine.requests
+    assert first.cache_salt != second.cache_salt and first.tenant != second.tenant
+    assert [first.job, second.job] == ids and first.lane is second.lane is Lane.BATCH
 
 
 # ---- stop and go on

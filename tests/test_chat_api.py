@@ -323,24 +323,6 @@ async def test_a_full_queue_is_429_with_retry_after(served: Served) -> None:
         assert (error["type"], error["code"], error["param"]) == ("rate_limit_error", "rate_limit_exceeded", None)
 
 
-@pytest.mark.parametrize("tier", ["default", "flex"])
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 9}]}),
-        ("/v1/completions", {"prompt": ["word " * 9, [1] * 9]}),
-    ],
-)
-async def test_a_full_queue_refuses_with_the_time_to_retry(
-    served: Served, tier: str, path: str, fields: dict[str, Any]
-) -> None:
-    served.engine.add_errors = [QueueFullError("12 requests are waiting already.", retry_after=2.2)]
-    async with httpx.AsyncClient(timeout=60, base_url=served.url) as client:
-        answer = await client.post(path, json={"model": MODEL, "service_tier": tier, **fields})
-    assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
-    assert (await post(served, {})).status_code == 200
-
-
 async def test_the_official_client_retries_as_told(served: Served) -> None:
     served.engine.add_errors = [EngineUnavailableError("busy", retry_after=0.1)]
     async with client_of(served).with_options(max_retries=1) as client:

@@ -13,7 +13,7 @@ import httpx
 import orjson
 import pytest
 import pytest_asyncio
-from batch_tools import FAST, check_ended, client_of, open_folder, submit, until
+from batch_tools import FAST, open_folder
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 from fixtures import refuse_blocking
 from hypothesis import HealthCheck, given, settings
@@ -25,7 +25,7 @@ from benchmarks import hostile as bombs
 from engine.text import chat_template
 from engine.text import tokenizer as text
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.input import check_input, read_envelope
+from gateway.batch.input import check_input
 from gateway.generate import chat, messages, wire
 from gateway.generate.answering import INLINE_BYTES, INLINE_PARTS, read_json
 from gateway.generate.validation import parse_json
@@ -157,10 +157,6 @@ async def send(served: Served, bomb: bombs.Bomb, size: int) -> httpx.Response:
         return await client.post(served.url + bomb.path, content=body, headers={"content-type": "application/json"})
 
 
-def test_there_are_enough() -> None:
-    assert len(ALL) == len(bombs.bombs(MODEL)) >= 40
-
-
 SAMPLE = list(ALL)[::4]
 
 
@@ -209,30 +205,6 @@ def test_a_line_costs_its_reader_little(work: Work, names: list[str]) -> None:
         work.check(bomb.name)
         assert {error.code for error in report.errors} <= {"invalid_request", "invalid_json_line"}, bomb.name
         assert {error.line for error in report.errors} <= {1}, bomb.name
-
-
-@one_loop
-@pytest.mark.slow
-@pytest.mark.parametrize("path", [bombs.CHAT, bombs.COMPLETIONS])
-async def test_lines_that_run_cost_little(served: Served, work: Work, path: str) -> None:
-    """Those of 300 kB that are a batch at all are rows with a status in the end, as over HTTP."""
-    lines = [as_line(bomb, 300_000) for bomb in LINES.values() if bomb.path == path]
-    valid = [raw for raw in lines if not check_input(io.BytesIO(raw), path, 10, bombs.MAX_BYTES).errors]
-    bodies = [read_envelope(raw)["body"] for raw in valid]
-    valid = [
-        raw
-        for raw, body in zip(valid, bodies, strict=True)
-        if isinstance(body, Exception) or body.get("model") == MODEL
-    ]
-    assert len(valid) >= 7
-    ids = [read_envelope(raw)["custom_id"] for raw in valid]
-    work.inline_bytes.clear()
-    async with client_of(served) as client:
-        batch = await until(client, (await submit(client, b"".join(valid), path)).id)
-        assert batch.status == "completed", batch
-        _, errors = await check_ended(client, batch, ids)
-        assert len(errors) >= 6 and {row["response"]["status_code"] for row in errors.values()} == {400}
-    work.check()
 
 
 # --- what is counted

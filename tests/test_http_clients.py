@@ -10,6 +10,7 @@ from fake_engine import MODEL, Served
 from fixtures import StartServer
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tables import for_each
 from test_server_limits import CHAT, Raw, post
 
 from engine.errors import ConfigError
@@ -40,14 +41,16 @@ def packets(data: bytes, cut: str) -> list[bytes]:
     return [data[start : start + 7] for start in range(0, len(data), 7)]
 
 
-@pytest.mark.parametrize("cut", ["whole", "head, body", "pieces"])
-@pytest.mark.parametrize("framing", [post, chunked])
-@pytest.mark.parametrize("offer", OFFERS)
-async def test_an_offer_of_another_protocol_keeps_the_body(
-    start_server: StartServer, offer: str, framing: Any, cut: str
-) -> None:
+@pytest.fixture
+async def served(start_server: StartServer) -> Served:
+    return await start_server("hello")
+
+
+@for_each("cut", ["whole", "head, body", "pieces"])
+@for_each("framing", [post, chunked])
+@for_each("offer", OFFERS)
+async def test_an_offer_of_another_protocol_keeps_the_body(served: Served, offer: str, framing: Any, cut: str) -> None:
     """The same answer as without the offer, on a connection that serves the requests behind it as well."""
-    served = await start_server("hello")
     raw = await Raw.open(served)
     for headers in ([OFFERS[offer]], [], [OFFERS[offer]]):
         for packet in packets(framing(CHAT, *headers), cut):
@@ -57,16 +60,6 @@ async def test_an_offer_of_another_protocol_keeps_the_body(
         assert status == 200 and json.loads(body)["choices"][0]["message"]["content"].startswith("hello")
     await raw.close()
     assert len({request.prompt_token_ids for request in served.engine.requests}) == 1
-
-
-async def test_offers_in_pipelined_requests(start_server: StartServer) -> None:
-    served = await start_server("hello")
-    raw = await Raw.open(served)
-    get = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n%b\r\n\r\n"
-    raw.send(get % OFFERS["h2c"] + chunked(CHAT, OFFERS["tls"]) + get % b"x: y" + post(CHAT, OFFERS["h2c"]))
-    kinds = [json.loads((await raw.answer())[2])["object"] for _ in range(4)]
-    await raw.close()
-    assert kinds == ["list", "chat.completion", "list", "chat.completion"]
 
 
 async def test_an_offer_with_a_broken_body_is_400(start_server: StartServer) -> None:
@@ -214,9 +207,9 @@ async def test_a_trailing_slash_is_the_same_path(start_server: StartServer) -> N
     assert listed.json()["object"] == "list" and answer.json()["object"] == "chat.completion"
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-async def test_a_byte_order_mark_before_a_body_is_ignored(start_server: StartServer, path: str) -> None:
-    served = await start_server()
+@for_each("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_byte_order_mark_before_a_body_is_ignored(served: Served, path: str) -> None:
+    served.engine.requests.clear()
     body = json.loads(CHAT) | {"max_tokens": 4}
     if path == "/v1/responses":
         body = {"model": MODEL, "input": "hi"}

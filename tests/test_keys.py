@@ -6,11 +6,10 @@ from typing import Any
 
 import httpx
 import pytest
-from batch_tools import batch_server, client_of, digest, jsonl, key_file, line, submit, until
-from fake_engine import MODEL
-from support.lazy import openai
+from batch_tools import batch_server, digest, key_file
+from support.tables import for_each
 
-from engine.api import ColocationStats, EngineStats, RequestClass
+from engine.api import ColocationStats, EngineStats
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.config import ServerConfig
@@ -37,7 +36,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     assert ring and not KeyRing([]) and load_keys([], None).find(b"") is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "tier", "sees_all", "is_operator"),
     [
         ("", "default", False, False),
@@ -49,7 +48,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         ("metrics default operator", "default", True, True),
     ],
 )
-@pytest.mark.parametrize("tenant", ["metrics", "operator", "default"])
+@for_each("tenant", ["metrics", "operator", "default"])
 def test_the_role_of_a_key(
     tmp_path: Path, tenant: str, words: str, tier: str, sees_all: bool, is_operator: bool
 ) -> None:
@@ -186,31 +185,3 @@ def test_any_address_needs_keys_of_one_kind() -> None:
     with pytest.raises(ConfigError):
         ServerConfig(host="0.0.0.0")
     assert ServerConfig(host="0.0.0.0", api_key_file="keys").host == "0.0.0.0"
-
-
-async def test_tenants_and_tiers_on_a_server(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = key_file(tmp_path, f"{digest('a1')} acme", f"{digest('a2')} acme flex", f"{digest('b')} bolt")
-    async with batch_server(tokenizer, tmp_path / "state", api_key_file=path) as (served, _):
-        clients = {key: client_of(served, api_key=key) for key in ("a1", "a2", "b", "x")}
-        tiers = {}
-        for key in ("a1", "a2", "b"):
-            answer = await clients[key].completions.create(model=MODEL, prompt="x", max_tokens=1)
-            tiers[key] = (answer.service_tier, served.engine.requests[-1].request_class)  # type: ignore[attr-defined]
-        assert tiers["a1"] == ("default", RequestClass.ONLINE) and tiers["b"][1] is RequestClass.ONLINE
-        assert tiers["a2"] == ("flex", RequestClass.OFFLINE)
-        explicit = await clients["a2"].chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=1, service_tier="default"
-        )
-        assert explicit.service_tier == "default"
-        auto = await clients["a2"].chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=1, service_tier="auto"
-        )
-        assert auto.service_tier == "flex"
-        batch = await until(clients["a1"], (await submit(clients["a1"], jsonl([line(1)]))).id)
-        assert (await clients["a2"].batches.retrieve(batch.id)).id == batch.id, "two keys, one tenant"
-        with pytest.raises(openai.NotFoundError):
-            await clients["b"].batches.retrieve(batch.id)
-        with pytest.raises(openai.AuthenticationError):
-            await clients["x"].batches.list()
-        for client in clients.values():
-            await client.close()

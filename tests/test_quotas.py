@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.fuzz import fuzz, machine_test
 from support.lazy import openai
+from support.tables import for_each
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
@@ -335,7 +336,7 @@ async def test_batch_lines_of_a_tenant(tokenizer: Tokenizer, tmp_path: Path) -> 
         assert (await until(a, (await submit(a, jsonl(line(i) for i in range(5)))).id)).status == "completed"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "tier", "key", "stated"),
     [
         ("fake-model:flex", None, "a", "flex"),

@@ -2,19 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import pytest
 from fake_engine import MODEL, Script, Served
 from fixtures import StartServer
-from pydantic import BaseModel
 from support.lazy import openai
-from test_structured_api import MODEL as DEMO
-from test_structured_api import server as demo_server
 from test_tools import TEMPLATE, TWO, client_of, scripted
 
-from engine.errors import EngineStepError, QueueFullError
+from engine.errors import EngineStepError
 from engine.text.tokenizer import Tokenizer
 
 THINKS = TEMPLATE + "{% if false %}</think>{% endif %}"
@@ -203,25 +200,6 @@ async def test_what_codex_sends(tmp_path: Path) -> None:
     assert "system\nYou are Codex\n\nAsk first<|im_end|>" in prompt_of(served)
 
 
-class Point(BaseModel):
-    kind: Literal["star", "planet"]
-    near: bool
-
-
-async def test_the_official_client_parses_what_it_asked_for(tmp_path: Path) -> None:
-    async with demo_server() as served, client_of(served) as client:
-        asked: dict[str, Any] = {"model": DEMO, "input": "Say it", "temperature": 2.0, "max_output_tokens": 150}
-        parsed = await client.responses.parse(**asked, text_format=Point)
-        assert isinstance(parsed.output_parsed, Point)
-        async with client.responses.stream(**asked, text_format=Point) as stream:
-            final = await stream.get_final_response()
-        assert isinstance(final.output_parsed, Point)
-        refused = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
-        with pytest.raises(openai.BadRequestError, match="not") as caught:
-            await client.responses.create(**asked, text=refused)  # type: ignore[call-overload]
-        assert caught.value.param == "text.format.schema"
-
-
 async def test_logprobs_of_a_response_are_those_of_chat(start_server: StartServer) -> None:
     served = await start_server("hello wörld")
     async with client_of(served) as client:
@@ -286,24 +264,6 @@ async def test_a_stream_that_breaks_off_says_so(start_server: StartServer, token
     assert response["output"][0]["status"] == "incomplete" and response["usage"]["output_tokens"] == 2
     answer = await post(served)
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "engine_error"
-
-
-async def test_the_tier_of_a_response(start_server: StartServer) -> None:
-    served = await start_server("hello")
-    for fields, tier in (({"service_tier": "flex"}, "flex"), ({"model": f"{MODEL}:flex"}, "flex"), ({}, "default")):
-        answer = await post(served, **fields)
-        assert answer.json()["service_tier"] == tier
-        assert served.engine.requests[-1].request_class.name == ("OFFLINE" if tier == "flex" else "ONLINE")
-
-
-async def test_a_full_queue_and_a_long_prompt(start_server: StartServer) -> None:
-    served = await start_server("hello")
-    served.engine.add_errors = [QueueFullError("The queue is full.", retry_after=3)]
-    answer = await post(served, stream=True)
-    assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
-    answer = await post(served, input="word " * 3000)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "input")
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import os
-import shutil
 import sqlite3
 import threading
 from collections.abc import AsyncIterator
@@ -20,7 +19,6 @@ from gateway.store.objects import (
     BatchJob,
     BatchStatus,
     FileObject,
-    IllegalTransition,
     LineRef,
     LineResult,
     Page,
@@ -138,25 +136,6 @@ async def test_a_batch_through_its_life(store: RowStore) -> None:
     assert (ended.total, ended.completed, ended.failed) == (3, 1, 1) and ended.usage == Usage(4, 1, 2, 1)
     assert await store.get_file("t", output.id, NOW) == output
     assert await store.line_records(batch.id, -1, 9) == [] and await store.unfinished_batches() == []
-
-
-async def test_ending_a_batch_that_was_cancelled_meanwhile_changes_nothing(store: RowStore) -> None:
-    batch = await a_batch(store)
-    await store.start_batch(batch.id, 1, None, NOW)
-    await store.cancel_batch("t", batch.id, NOW)
-    output = a_file()
-    with pytest.raises(IllegalTransition):
-        await store.finish_batch(batch.id, BatchStatus.EXPIRED, NOW, output, None)
-    assert await store.get_file("t", output.id, NOW) is None
-    assert (await store.load_batch(batch.id)).status is BatchStatus.CANCELLING
-
-
-async def test_a_batch_cancelled_under_validation_stays_so(store: RowStore) -> None:
-    batch = await a_batch(store)
-    assert await store.cancel_batch("u", batch.id, NOW) is None
-    first = await store.cancel_batch("t", batch.id, NOW + 1)
-    assert first is not None and await store.cancel_batch("t", batch.id, NOW + 9) == first
-    assert (await store.start_batch(batch.id, 2, None, NOW)).status is BatchStatus.CANCELLING
 
 
 # ---- the writer
@@ -286,14 +265,6 @@ async def test_what_is_written_to_a_deleted_database_is_refused_until_it_is_back
     await store.close()
 
 
-async def test_a_folder_that_was_deleted_is_a_fault_of_storage(tmp_path: Path) -> None:
-    state = await asyncio.to_thread(open_state, tmp_path / "s", None)
-    shutil.rmtree(tmp_path / "s")
-    with pytest.raises(StorageError):
-        await asyncio.to_thread(state.create_temp)
-    await state.close()
-
-
 async def test_settings_that_durability_rests_on(tmp_path: Path) -> None:
     connection = open_database(tmp_path / "s.db")
     for name, value in {"journal_mode": "wal", "synchronous": 2, "user_version": VERSION}.items():
@@ -346,12 +317,6 @@ async def test_a_damaged_database_is_refused_and_left_alone(tmp_path: Path, plac
     with pytest.raises(ConfigError) as caught:
         await asyncio.to_thread(open_state, tmp_path)
     assert "\n" not in caught.value.message and digests(tmp_path) == before
-
-
-async def test_what_cannot_be_a_folder_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be used"):
-        await asyncio.to_thread(open_state, tmp_path / "file")
 
 
 @pytest.mark.parametrize(
