@@ -22,10 +22,10 @@ from engine.limits import SchedulerConfig
 from engine.scheduling.objective import token_costs
 from engine.scheduling.report import report_stats
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.feed import RUN_LINES, LineSizes, Runs, by_deadline
 from gateway.batch.forecast import ENTER_MARGIN, LEAST_LINES, SPREAD, STEP_JOBS, EndRange, Forecast, Pace
 from gateway.batch.line import HEAD_ANSWERS, read_head
 from gateway.batch.metrics import MAX_SHOWN, BatchCollector
+from gateway.batch.run import RUN_LINES, LineSizes, Runs, by_deadline
 from gateway.store.objects import BatchJob, BatchStatus, Usage
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel

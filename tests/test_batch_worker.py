@@ -50,10 +50,9 @@ from support.lazy import openai
 
 from engine.api import RequestClass
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.feed import FeedOrder, Job, LineSizes, Window, by_deadline
 from gateway.batch.input import LinePlaces, check_input, prefix_key, read_lines
 from gateway.batch.line import LineAnswer, LineOrigin
-from gateway.batch.run import BatchLimits
+from gateway.batch.run import BatchLimits, FeedOrder, Job, LineSizes, Window, by_deadline
 from gateway.batch.worker import BatchWorker
 from gateway.generate.answering import at_half_speed
 from gateway.models import ModelNames

@@ -33,8 +33,7 @@ from test_store import NOW, a_batch, a_file
 
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.feed import Runs
-from gateway.batch.run import BatchLimits
+from gateway.batch.run import BatchLimits, Runs
 from gateway.batch.tenants import TenantExchange
 from gateway.http.keys import Admissions, KeyStore, Load
 from gateway.store.batch_rows import DEAD_SECONDS

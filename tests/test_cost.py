@@ -18,10 +18,10 @@ from support.tables import for_each
 
 from engine.api import EngineStats, TokenCosts
 from engine.errors import InvalidRequestError
-from gateway.batch.feed import LineSizes
 from gateway.batch.forecast import Forecast
 from gateway.batch.input import check_input
 from gateway.batch.line import read_head
+from gateway.batch.run import LineSizes
 from gateway.endpoints import ENDPOINTS, POSTS
 from gateway.generate.grammars import Function
 from gateway.generate.tool_formats import END_THINK, FORMATS

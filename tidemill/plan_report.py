@@ -227,11 +227,8 @@ def _title(objective: Objective) -> str:
 
 
 def _promise(verdict: Verdict) -> str:
-    if verdict.objective.tolerance is not None:
-        return f"{_ms(verdict.bound)} (+{verdict.objective.tolerance:.3g})".replace(
-            f"+{verdict.objective.tolerance:.3g}", f"+{verdict.objective.tolerance * 100:g} %"
-        )
-    return _ms(verdict.bound)
+    tolerance = verdict.objective.tolerance
+    return _ms(verdict.bound) + ("" if tolerance is None else f" (+{tolerance * 100:g} %)")
 
 
 def _ms(seconds: float) -> str:

@@ -10,8 +10,7 @@ from contextlib import suppress
 
 from engine.api import EngineStats, RequestClass
 from engine.panics import as_error
-from gateway.batch.feed import Leases, Runs
-from gateway.batch.run import BatchRun
+from gateway.batch.run import BatchRun, Leases, Runs
 from gateway.http.errors import log_unexpected
 from gateway.store.batch_rows import DEAD_SECONDS, Beat
 from gateway.store.disk import StorageError

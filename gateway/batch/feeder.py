@@ -14,11 +14,10 @@ from typing import Any
 from engine.panics import CONTROL, as_error
 from gateway.batch.cluster import Membership
 from gateway.batch.failures import Cause, LineFailures, cause_of, kind_of, retry_after
-from gateway.batch.feed import FinishedLine, Job, Runs
 from gateway.batch.finish import INPUT_LOST
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.results import ResultWriter, read_envelopes, response_row, unfinished_row
-from gateway.batch.run import BatchRun, in_thread
+from gateway.batch.run import BatchRun, FinishedLine, Job, Runs, in_thread
 from gateway.http.errors import log_unexpected, to_api_error
 from gateway.store.disk import UnreadableError
 from gateway.store.objects import InputError, LineRef, Usage

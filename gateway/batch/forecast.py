@@ -1,7 +1,7 @@
 """Forecast the end of each batch and whether it may miss its completion window: remaining work divided by a rate.
 
 Work is tokens weighted by their cost (`TokenCosts`), so that a rate measured with the prompts and answers of one batch
-applies to others. Batches are fed by deadline, and tenants share alike (`gateway.batch.feed`): a batch ends when its
+applies to others. Batches are fed by deadline, and tenants share alike (`gateway.batch.run`): a batch ends when its
 tenant's batches up to its deadline have ended, and every other tenant has received as much work or has none left.
 `LaneUpdater` applies the forecast while batches run; everything else is pure: no disk, no engine, no clock.
 """
@@ -16,8 +16,7 @@ from itertools import accumulate
 
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.panics import as_error
-from gateway.batch.feed import LineSizes, by_deadline
-from gateway.batch.run import BatchRun
+from gateway.batch.run import BatchRun, LineSizes, by_deadline
 from gateway.http.errors import log_unexpected
 from gateway.store.objects import BatchJob, Usage
 

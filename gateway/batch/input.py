@@ -15,7 +15,7 @@ import re
 import signal
 from array import array
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -23,7 +23,7 @@ from heapq import merge
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 from anyio import to_process
@@ -36,6 +36,7 @@ from gateway.http.json_text import RoundedNumber, TooMuchJson, check_numbers, lo
 from gateway.models import ModelNames
 from gateway.store.objects import InputError, LineRef
 
+ResultT = TypeVar("ResultT")
 BodyError = InvalidRequestError | ApiError
 READ_BYTES = 1024 * 1024
 EDGE_BYTES = 8 * 1024
@@ -421,13 +422,22 @@ async def check_apart(
 ) -> InputReport:
     """Run `check_input` in a child process, which a cancellation kills. Raises OSError if the file cannot be read, and
     anyio's errors if the process cannot start."""
+    return await run_apart(_check_file, path, endpoint, max_lines, max_line_bytes, names)
+
+
+async def run_apart(work: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    """Run a function in a child process, which a cancellation kills. Raises anyio's errors if it cannot start."""
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # keep the child from importing from the working directory
-    return await to_process.run_sync(_check_file, path, endpoint, max_lines, max_line_bytes, names, cancellable=True)
+    return await to_process.run_sync(_in_child, work, *arguments, cancellable=True)
+
+
+def _in_child(work: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
+    return work(*arguments)
 
 
 def _check_file(path: str, endpoint: str, max_lines: int, max_line_bytes: int, names: ModelNames | None) -> InputReport:
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
     with open(path, "rb") as file:
         return check_input(file, endpoint, max_lines, max_line_bytes, names, str(Path(path).parent.parent / "tmp"))

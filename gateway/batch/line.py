@@ -15,7 +15,7 @@ from engine.errors import InvalidRequestError
 from engine.panics import as_error
 from engine.turns import Turns
 from gateway.batch.failures import Cause, cause_of
-from gateway.batch.feed import LineSizes
+from gateway.batch.run import LineSizes
 from gateway.context import GatewayContext
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import ModelEndpoint, collect, run_text_work

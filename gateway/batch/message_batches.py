@@ -1,15 +1,13 @@
 """/v1/messages/batches: Anthropic's Message Batches. They are batches of the endpoint /v1/messages, and batches of
 this endpoint that /v1/batches created are shown as well."""
 
-import os
-import signal
 from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from typing import Annotated, Any
 
 import orjson
-from anyio import to_process, to_thread
+from anyio import to_thread
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
@@ -17,9 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import InvalidRequestError
-from engine.machine.processes import die_with_parent
 from gateway.batch.files import FileContent, find_file, open_content, remove_file, store_content
-from gateway.batch.input import check_input
+from gateway.batch.input import check_input, run_apart
 from gateway.batch.resources import describe_body, describe_page, json_response, read_page, state_of, unknown_cursor
 from gateway.batch.routes import DEFAULT_LISTED, add_batch, cancel, find_batch
 from gateway.batch.run import BatchLimits
@@ -82,8 +79,7 @@ async def _read_lines(request: Request, limits: BatchLimits) -> bytes:
     raw, models = bytes(await read_raw(request)), context_of(request).models
     if len(raw) <= INLINE_BYTES:
         return _input_lines(raw, limits, models)
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # keep the child from importing from the working directory
-    lines = await to_process.run_sync(_lines_or_error, raw, limits, models, cancellable=True)
+    lines = await run_apart(_lines_or_error, raw, limits, models)
     if isinstance(lines, bytes):
         return lines
     message, param, code = lines
@@ -92,8 +88,6 @@ async def _read_lines(request: Request, limits: BatchLimits) -> bytes:
 
 def _lines_or_error(raw: bytes, limits: BatchLimits, models: ModelNames) -> bytes | tuple[str, str | None, str]:
     """Return the input file, or the error in a form that can leave the process."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     try:
         return _input_lines(raw, limits, models)
     except InvalidRequestError as error:

@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from engine.panics import as_error
-from gateway.batch.feed import FinishedLine, Job
 from gateway.batch.input import EDGE_BYTES, envelope_of_edges, read_envelope, too_long
-from gateway.batch.run import BatchRun, in_thread, to_end
+from gateway.batch.run import BatchRun, FinishedLine, Job, in_thread, to_end
 from gateway.http.errors import log_unexpected
 from gateway.http.json_text import escape_line_ends
 from gateway.store.disk import FILE_FAULTS, DiskFile, StorageError, UnreadableError, read_errors

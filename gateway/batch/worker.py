@@ -16,13 +16,12 @@ from engine.api import EngineStats, Lane
 from engine.panics import as_error
 from gateway.batch.cluster import Membership
 from gateway.batch.failures import Cause, cause_of
-from gateway.batch.feed import FinishedLine, Job, Leases, LineSizes, Runs
 from gateway.batch.feeder import LineFeeder, RunLine
 from gateway.batch.finish import Finisher
 from gateway.batch.forecast import Forecast, LaneUpdater
 from gateway.batch.line import read_head
 from gateway.batch.results import ResultWriter
-from gateway.batch.run import BatchLimits, BatchRun, in_thread
+from gateway.batch.run import BatchLimits, BatchRun, FinishedLine, Job, Leases, LineSizes, Runs, in_thread
 from gateway.http.errors import log_unexpected
 from gateway.models import ModelNames
 from gateway.store.batch_rows import Beat
