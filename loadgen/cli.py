@@ -12,8 +12,7 @@ from typing import Any
 from loadgen import InputError, ServerError, flags, report
 from loadgen.flags import Setup
 from loadgen.report import About, LiveLine
-from loadgen.runner import execute
-from loadgen.session import Session, prepare, warm_up
+from loadgen.runner import Session, execute, prepare, warm_up
 
 DONE, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
 

@@ -21,7 +21,7 @@ from loadgen.traces import READERS, Trace, read
 from loadgen.workloads import WORKLOADS, Options, Workload
 
 if TYPE_CHECKING:
-    from loadgen.session import Session
+    from loadgen.runner import Session
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """The server under test and the plan of a run, complete before the run starts: a value that another process can get.
 
 Prompts have an exact number of tokens, as token ids or as text, without the model's tokenizer. Token ids are sent to
-/v1/completions. Text consists of common words whose token counts were measured on the server (`loadgen.session`). A
+/v1/completions. Text consists of common words whose token counts were measured on the server (`loadgen.runner`). A
 prompt is a function of (seed, salt, request); a shared prefix is a function of (seed, salt, segment id).
 """
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from loadgen import InputError, ServerError, lengths, workloads
 from loadgen.arrivals import parse_curve
 from loadgen.plan import ANCHOR, WORDS, Plan, PromptMaker, Target, TokenIds, WordCosts
-from loadgen.session import word_costs
+from loadgen.runner import word_costs
 from loadgen.traces import Content
 from loadgen.workloads import WORKLOADS, Options, build, clipped, fixed
 
