@@ -7,7 +7,7 @@ from devices import pool_of
 
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
+from engine.execution.cpu.attention import ChunkGroups, PagedAttention, arrange, clear_begun_blocks
 from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, SchedulerOutput
@@ -83,7 +83,7 @@ class Bench:
             self.compare(layer, paged, batch)
 
     @staticmethod
-    def check_batch(batch: Batch, chunks: list[Chunk]) -> None:
+    def check_batch(batch: ChunkGroups, chunks: list[Chunk]) -> None:
         found = [tuple(chunk) for chunk in batch.layout.chunks.tolist()]
         assert sorted(found) == sorted(chunks)
         assert [place for first, last in batch.groups for place in range(first, last)] == list(range(len(chunks)))
@@ -92,7 +92,7 @@ class Bench:
             assert positions == list(range(chunk.start, chunk.start + chunk.length))
             assert set(batch.layout.token_rows[first : first + chunk.length].tolist()) == {chunk.row}
 
-    def compare(self, layer: int, paged: PagedAttention, batch: Batch) -> None:
+    def compare(self, layer: int, paged: PagedAttention, batch: ChunkGroups) -> None:
         num_tokens = len(batch.layout.positions)
         fused = torch.randn(num_tokens, self.heads + 2 * self.kv_heads, self.head_dim).to(self.dtype)
         q, k, v = fused.split((self.heads, self.kv_heads, self.kv_heads), dim=1)

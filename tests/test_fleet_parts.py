@@ -42,7 +42,7 @@ from engine.fleet.routing import (
     windows,
 )
 from engine.limits import SchedulerConfig
-from engine.machine.facts import HOST_ENGINES, Place, share_out
+from engine.machine.facts import HOST_ENGINES, Resources, share_out
 from engine.process.link import SentRequests
 from engine.process.totals import Figures, info_of_all, total
 from engine.scheduling.report import report_load
@@ -289,30 +289,30 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_cores_are_split_and_their_threads_stay_together(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert share_out(2, cpuinfo=CPUINFO) == [
-        Place((0, 1, 2, 3, 8, 9, 10, 11), engines=2),
-        Place((4, 5, 6, 7, 12, 13, 14, 15), engines=2),
+        Resources((0, 1, 2, 3, 8, 9, 10, 11), engines=2),
+        Resources((4, 5, 6, 7, 12, 13, 14, 15), engines=2),
     ]
     thirds = [place.processors for place in share_out(3, cpuinfo=CPUINFO)]
     assert [len(part) for part in thirds] == [6, 6, 4] and sorted(sum(thirds, ())) == list(range(16))
-    assert share_out(9, cpuinfo=CPUINFO) == [Place(engines=9)] * 9, "more engines than cores"
+    assert share_out(9, cpuinfo=CPUINFO) == [Resources(engines=9)] * 9, "more engines than cores"
     monkeypatch.setattr("engine.machine.facts._allowed", lambda: {1, 9, 2})
-    assert share_out(2, cpuinfo=CPUINFO) == [Place((1, 9), engines=2), Place((2,), engines=2)]
-    assert share_out(2, cpuinfo="") == [Place((1, 2), engines=2), Place((9,), engines=2)], (
+    assert share_out(2, cpuinfo=CPUINFO) == [Resources((1, 9), engines=2), Resources((2,), engines=2)]
+    assert share_out(2, cpuinfo="") == [Resources((1, 2), engines=2), Resources((9,), engines=2)], (
         "nothing is known of the cores"
     )
     monkeypatch.setattr("engine.machine.facts._quota", lambda: 1)
-    assert share_out(2, cpuinfo=CPUINFO) == [Place(engines=2)] * 2, "a quota is not of certain cores"
+    assert share_out(2, cpuinfo=CPUINFO) == [Resources(engines=2)] * 2, "a quota is not of certain cores"
 
 
 def test_each_engine_gets_a_device(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (machine / name).touch()
-    assert share_out(2, cpuinfo=CPUINFO) == [Place(device=name, engines=2) for name in "01"]
+    assert share_out(2, cpuinfo=CPUINFO) == [Resources(device=name, engines=2) for name in "01"]
     assert share_out(2, "cpu", CPUINFO)[0].processors
     with pytest.raises(ConfigError, match="--engines 3 needs as many CUDA devices; 2 can be seen"):
         share_out(3, cpuinfo=CPUINFO)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5f,-1")
-    assert share_out(2, "cuda", CPUINFO) == [Place(device=name, engines=2) for name in ("3", "GPU-5f")]
+    assert share_out(2, "cuda", CPUINFO) == [Resources(device=name, engines=2) for name in ("3", "GPU-5f")]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match="0 can be seen"):
         share_out(2, "cuda", CPUINFO)
@@ -323,9 +323,9 @@ def test_a_process_moves_into_its_place(monkeypatch: pytest.MonkeyPatch) -> None
     moved: list[Any] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, processors: moved.append((pid, processors)), raising=False)
     environment: dict[str, str] = {}
-    Place().move_in(environment)
+    Resources().move_in(environment)
     assert not moved and environment == {HOST_ENGINES: "1"}
-    Place((1, 2), "7", engines=3).move_in(environment)
+    Resources((1, 2), "7", engines=3).move_in(environment)
     assert moved == [(0, (1, 2))] and environment == {"CUDA_VISIBLE_DEVICES": "7", HOST_ENGINES: "3"}
 
 

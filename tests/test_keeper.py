@@ -13,7 +13,7 @@ from windows import poisson_window
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation.baseline import replay_alone, workload_of
 from engine.colocation.keeper import MIN_OFFLINE, Colocation
-from engine.colocation.replay import ReplayedServer, Workload, find_budget, metrics_of, normal_noise, replay
+from engine.colocation.replay import ReplayedServer, ReplayWindow, find_budget, metrics_of, normal_noise, replay
 from engine.colocation.waits import BUDGET_SHARE, SHORTEST_AWAITED, ArrivalWaits, initial_budget, slo_warning
 from engine.core import EngineCore
 from engine.errors import ConfigError
@@ -280,7 +280,7 @@ def recorded(count: int, rate: float = 2.0, seed: int = 1) -> list[OnlineArrival
 @pytest.mark.slow
 def test_a_trivial_load_keeps_its_slo_in_the_replay() -> None:
     """The last arrival of a window lies on its very end: it is followed to its own end, not counted as a miss."""
-    window = Workload.recorded(recorded(40, seed=2), (), 2.0, 40, 2)
+    window = ReplayWindow.recorded(recorded(40, seed=2), (), 2.0, 40, 2)
     assert window.arrivals[-1].at == window.seconds
     for budget in (0.0, 0.04):
         assert replay(window, SERVER, BudgetParams("tidemill", budget))["slo_attainment"] == 1.0
@@ -289,7 +289,7 @@ def test_a_trivial_load_keeps_its_slo_in_the_replay() -> None:
 
 def test_replays_hold_the_offline_lengths_that_they_are_given() -> None:
     lengths = (Lengths(100, 7, 32), Lengths(333, 9))
-    window = Workload((), 1.0, lengths)
+    window = ReplayWindow((), 1.0, lengths)
     offline = list(islice(window.offline(1024, seed=1), 50))
     assert {(len(r.prompt_token_ids), r.sampling.max_tokens) for r in offline} == {(100, 7), (333, 9)}
     short, long = (
@@ -304,7 +304,7 @@ def test_cached_prompts_are_cheaper_in_the_replay() -> None:
     cached = tuple(OnlineArrival(a.at, Lengths(800, 4, 720)) for a in arrivals)
     server = replace(SERVER, slo=SLO.parse("ttft_mean=1s"))
     cold, warm = (
-        replay(Workload(each, 10.0), server, BudgetParams("hygen", 0.0))["ttft_mean"] for each in (arrivals, cached)
+        replay(ReplayWindow(each, 10.0), server, BudgetParams("hygen", 0.0))["ttft_mean"] for each in (arrivals, cached)
     )
     assert warm < 0.5 * cold
 
@@ -411,7 +411,7 @@ def test_what_is_proven_is_seconds_whatever_share_of_another_budget_they_are() -
 def test_a_held_budget_keeps_offline_work_from_online_steps_and_lets_it_run_alone() -> None:
     core, keeper = make_keeper()
     keeper.set_budget(BudgetParams("tidemill", 0.0), "a test")
-    offline = iter(Workload((), 1.0, (Lengths(100, 20),)).offline(1024, seed=1))
+    offline = iter(ReplayWindow((), 1.0, (Lengths(100, 20),)).offline(1024, seed=1))
     arrivals = [Arrival(1.0, make_request("on", range(100), 50))]
     together: list[set[RequestClass]] = []
 
@@ -430,12 +430,12 @@ def test_windows_have_as_many_arrivals_as_the_percentile_needs() -> None:
     for text, count in needed.items():
         assert SLO.parse(text).arrivals_needed == count
     record = recorded(250, rate=0.5)
-    window = Workload.recorded(record, [Lengths(5, 6)], 0.5, 1000, seed=2)
+    window = ReplayWindow.recorded(record, [Lengths(5, 6)], 0.5, 1000, seed=2)
     assert len(window.arrivals) == 1000 and window.offline_lengths == (Lengths(5, 6),)
     assert len(window.arrivals) / window.seconds == pytest.approx(0.5, rel=0.1)
     assert {a.lengths for a in window.arrivals} <= {a.lengths for a in record}
     assert list(window.arrivals) == sorted(window.arrivals, key=lambda a: a.at)
-    assert window == Workload.recorded(record, [Lengths(5, 6)], 0.5, 1000, seed=2)
+    assert window == ReplayWindow.recorded(record, [Lengths(5, 6)], 0.5, 1000, seed=2)
 
 
 def busy_steps(slo: str, device: list[float], host: list[float], count: int = 300) -> Colocation:
@@ -576,7 +576,7 @@ def idle_run(objective: StepObjective, offline: bool = True, prompt: int = 200, 
     core = EngineCore(CONFIG, model=OnlineModel(MODEL), objective=objective)
     core.set_offline_share(0.0)
     arrivals = tuple(OnlineArrival(0.503 * (index + 1), Lengths(prompt, 1)) for index in range(chats))
-    workload = Workload(arrivals, 32.0, (Lengths(400, 16),))
+    workload = ReplayWindow(arrivals, 32.0, (Lengths(400, 16),))
     requests = workload.offline(CONFIG.max_model_len, seed=1) if offline else None
     return VirtualDriver(core, PredictedRunner(MODEL), workload.online(CONFIG.max_model_len), requests).run(
         32.0, drain=5.0

@@ -20,7 +20,16 @@ from support.lazy import openai
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.notices import MAX_ATTEMPTS, MAX_PAUSE, SECRET, TARGET, Notifier, Target, read_target, run_command
+from gateway.batch.notices import (
+    MAX_ATTEMPTS,
+    MAX_PAUSE,
+    SECRET,
+    TARGET,
+    Notifier,
+    ReportTarget,
+    read_target,
+    run_command,
+)
 from gateway.config import ServerConfig
 from gateway.store.objects import BatchJob, BatchStatus, FileObject, Notice, new_file_id
 from tidemill.commands.preflight import check_start
@@ -75,12 +84,12 @@ def test_refused_settings(monkeypatch: pytest.MonkeyPatch, target: str, secret: 
 
 def test_accepted_settings() -> None:
     assert read_target({}) is None and read_target({SECRET: KEY}) is None
-    assert read_target({TARGET: f"{sys.executable} -c 'a b'"}) == Target((sys.executable, "-c", "a b"))
+    assert read_target({TARGET: f"{sys.executable} -c 'a b'"}) == ReportTarget((sys.executable, "-c", "a b"))
     for url in (URL, "http://127.0.0.1:1/x", "http://[::1]:1/x"):
-        assert read_target({TARGET: url, SECRET: KEY}) == Target(url=url, secret=b"0123456789abcdef01234567")
+        assert read_target({TARGET: url, SECRET: KEY}) == ReportTarget(url=url, secret=b"0123456789abcdef01234567")
 
 
-async def attempts(path: Path, target: Target) -> tuple[list[int], list[str]]:
+async def attempts(path: Path, target: ReportTarget) -> tuple[list[int], list[str]]:
     """Start a notifier anew for each attempt of a report, when it is due, until none is. Return times and outcomes."""
     store = open_store(path / "s.db")
     file = FileObject(new_file_id(), "t", 5, 1, "a.jsonl", "batch")
@@ -108,7 +117,7 @@ async def attempts(path: Path, target: Target) -> tuple[list[int], list[str]]:
 
 async def test_attempts_go_on_after_restarts_until_one_succeeds(tmp_path: Path, receiver: type[Receiver]) -> None:
     receiver.statuses = [500, 302, 429]
-    times, outcomes = await attempts(tmp_path, Target(url=f"{receiver.url}/x", secret=b"x" * 24))
+    times, outcomes = await attempts(tmp_path, ReportTarget(url=f"{receiver.url}/x", secret=b"x" * 24))
     assert times == [100, 105, 125, 205] and outcomes == ["retried"] * 3 + ["delivered"], "302 is a failure"
     assert {headers["webhook-id"] for headers, _ in receiver.seen} == {"evt_" + "0" * 32}
     assert {json.loads(body)["type"] for _, body in receiver.seen} == {"batch.failed"}
@@ -116,9 +125,12 @@ async def test_attempts_go_on_after_restarts_until_one_succeeds(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("target", "calls"),
-    [(Target(url="http://127.0.0.1:1/token", secret=b"x"), MAX_ATTEMPTS), (Target((sys.executable, "-c", "1/0")), 1)],
+    [
+        (ReportTarget(url="http://127.0.0.1:1/token", secret=b"x"), MAX_ATTEMPTS),
+        (ReportTarget((sys.executable, "-c", "1/0")), 1),
+    ],
 )
-async def test_attempts_end(tmp_path: Path, caplog: pytest.LogCaptureFixture, target: Target, calls: int) -> None:
+async def test_attempts_end(tmp_path: Path, caplog: pytest.LogCaptureFixture, target: ReportTarget, calls: int) -> None:
     times, outcomes = await attempts(tmp_path, target)
     assert outcomes == ["retried"] * (calls - 1) + ["failed"] and times[-1] - times[0] <= MAX_ATTEMPTS * MAX_PAUSE
     assert f"attempt {calls} to report its end failed" in caplog.text and "token" not in caplog.text
@@ -142,7 +154,7 @@ async def test_the_command(
     seconds = 2.0 if reason == "longer than" else 60.0
     with (tmp_path / "errors").open("w") as errors:
         monkeypatch.setattr(sys, "stderr", errors)
-        failure = await run_command(Target((sys.executable, *words)), NOTICE, seconds)
+        failure = await run_command(ReportTarget((sys.executable, *words)), NOTICE, seconds)
     assert (failure is None) is (reason is None) and (failure is None or reason in failure)
     assert printed in (tmp_path / "errors").read_text()
 

@@ -22,7 +22,7 @@ from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation import search_child
 from engine.colocation.baseline import replay_alone
 from engine.colocation.keeper import Colocation
-from engine.colocation.replay import ReplayedServer, Workload, find_budget
+from engine.colocation.replay import ReplayedServer, ReplayWindow, find_budget
 from engine.colocation.search_child import NICENESS, TURNS, ChildError, Turn, run_child, step_aside
 from engine.colocation.tuner import (
     CONFIRM_STEPS,
@@ -401,8 +401,8 @@ def test_a_search_ends_after_its_cpu_time_and_an_interrupted_one_goes_on(seconds
 
 def test_a_window_is_short_in_steps_and_leaves_out_hours_without_chats() -> None:
     recorded = [OnlineArrival(10.0 * index, Lengths(100, 20)) for index in range(100)]
-    usual = Workload.recorded(recorded, (), 0.1, 50, 1)
-    short = Workload.recorded(recorded, (), 0.1, 50, 1, longest=30.0, idle=2.0)
+    usual = ReplayWindow.recorded(recorded, (), 0.1, 50, 1)
+    short = ReplayWindow.recorded(recorded, (), 0.1, 50, 1, longest=30.0, idle=2.0)
     assert usual.seconds == pytest.approx(500.0) and len(usual.arrivals) == 50
     assert short.seconds == pytest.approx(30.0) and len(short.arrivals) == 15
 
@@ -432,7 +432,7 @@ asyncio.run(run_child(function, *arguments, turns=(Turn("usual", 900.0),)))
 @pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="Linux")
 def test_a_child_ends_with_a_server_that_was_killed() -> None:
     """SIGKILL of the server leaves no process to end the child, which computed for minutes beside the next engine."""
-    window = Workload(tuple(OnlineArrival(i / 10, Lengths(200, 100)) for i in range(20_000)), 2000.0)
+    window = ReplayWindow(tuple(OnlineArrival(i / 10, Lengths(200, 100)) for i in range(20_000)), 2000.0)
     job = find_budget, (window, [window], ReplayedServer(MODEL, SLO.parse("tbt_p99=60ms"), CONFIG))
     with subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE) as server:
         assert server.stdin is not None

@@ -24,7 +24,7 @@ from tidemill.client import ChatError, ServerClient, server_options
 from tidemill.files import disk_error, same_file
 from tidemill.journal import Journal
 from tidemill.progress import BatchProgress, duration_text
-from tidemill.recipe import Recipe, Request, SourceRows
+from tidemill.recipe import Recipe, RowRequest, SourceRows
 from tidemill.run import TableRun
 from tidemill.tables import Row, json_line
 
@@ -39,7 +39,7 @@ class Estimate:
     """Rows with a request, the first request, and expected tokens. None: unknown."""
 
     rows: int
-    request: Request
+    request: RowRequest
     prompt_tokens: int
     output_tokens: int | None
     """Longest answers; None: the requests have no limit."""
@@ -62,7 +62,7 @@ def estimate(client: ServerClient, rows: SourceRows) -> Estimate:
     """Return the work of checked rows. A server is asked for its count of tokens and its speed if it is there."""
     assert rows.first is not None
     chars, count, limits = 0, 0, list[Any]()
-    sample: list[Request] = []
+    sample: list[RowRequest] = []
     for _, _, request, _ in rows:
         if request is not None:
             count += 1
@@ -80,11 +80,11 @@ def estimate(client: ServerClient, rows: SourceRows) -> Estimate:
     return Estimate(count, rows.first, round(chars / ratio), outputs, float(found[1]) if found else None)
 
 
-def _asked(request: Request) -> dict[str, Any]:
+def _asked(request: RowRequest) -> dict[str, Any]:
     return {name: request.body[name] for name in ("model", "messages", "prompt") if name in request.body}
 
 
-def _size(request: Request) -> int:
+def _size(request: RowRequest) -> int:
     """Return the characters of a prompt."""
     texts = [each.get("content") for each in request.body.get("messages") or () if isinstance(each, dict)]
     return sum(len(str(text)) for text in (*texts, request.body.get("prompt") or request.body.get("input") or ""))

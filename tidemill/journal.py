@@ -31,7 +31,7 @@ _SEALED = re.compile(rb'\{"crc":"([0-9a-f]{8})",(.*)\n', re.DOTALL)
 
 
 @dataclass(slots=True)
-class Part:
+class BatchPart:
     """A batch of this run. `batch` is None until the server's answer to its creation is known."""
 
     name: str
@@ -111,7 +111,7 @@ class Journal:
         self.folder = folder
         self.work = folder / "work"
         """Folder for temporary files, without those of a killed run."""
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, BatchPart] = {}
         """Batches whose results have not arrived, by name."""
         self.added = 0
         """Number of results that have arrived since this object was made."""
@@ -204,7 +204,7 @@ class Journal:
             self.parts.pop(event["part"], None)
             self._size = max(self._size, event["size"])
         else:
-            self.parts[event["part"]] = Part(event["part"], event.get("batch"))
+            self.parts[event["part"]] = BatchPart(event["part"], event.get("batch"))
 
     def _note(self, offset: int, line: Mapping[str, Any]) -> None:
         (self._answers if is_answer(line) else self._failures)[line["custom_id"]] = offset

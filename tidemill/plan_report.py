@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from loadgen.plan import window_seconds
-from loadgen.simulation.planner import Answer, Arm, Verdict
+from loadgen.simulation.planner import Answer, Arm, ObjectiveCheck
 from loadgen.stats import wilson
 from loadgen.traces import Trace
 from predictor.features import BatchFeatures
@@ -226,7 +226,7 @@ def _title(objective: Objective) -> str:
     return f"{objective.metric.upper()} {statistic}"
 
 
-def _promise(verdict: Verdict) -> str:
+def _promise(verdict: ObjectiveCheck) -> str:
     tolerance = verdict.objective.tolerance
     return _ms(verdict.bound) + ("" if tolerance is None else f" (+{tolerance * 100:g} %)")
 
@@ -262,7 +262,7 @@ def _traffic(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _objective(verdict: Verdict) -> dict[str, Any]:
+def _objective(verdict: ObjectiveCheck) -> dict[str, Any]:
     return {
         "objective": str(verdict.objective),
         "bound": verdict.bound,

@@ -24,7 +24,7 @@ _PASSING = frozenset({408, 409, 425, 429})
 """Statuses after which the same request may succeed."""
 
 
-class Request(NamedTuple):
+class RowRequest(NamedTuple):
     """A request for one row: the endpoint and the JSON body."""
 
     url: str
@@ -103,7 +103,7 @@ class Recipe:
         """Return the columns of an input row that the output repeats."""
         return {"custom_id": row.get("custom_id")} if self.prompt is None else row
 
-    def request(self, row: Row) -> Request:
+    def request(self, row: Row) -> RowRequest:
         """Return the request for a row. Raise ConfigError if the row lacks a column or is no request."""
         limits = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         model = {} if self.model is None else {"model": self.model}
@@ -113,14 +113,14 @@ class Recipe:
                 raise ConfigError(
                     "the row is not a request with `url` and `body`; give a prompt, e.g. 'Classify: {text}'"
                 )
-            return _checked(Request(url, with_model({**body, **limits, **self.body}, self.model, self.map_model)))
+            return _checked(RowRequest(url, with_model({**body, **limits, **self.body}, self.model, self.map_model)))
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*system, {"role": "user", "content": self._text(row)}]
         form: dict[str, Any] = {}
         if self.schema is not None:
             named = {"name": "row", "schema": self.schema, "strict": True}
             form = {"response_format": {"type": "json_schema", "json_schema": named}}
-        return _checked(Request(CHAT, {**model, "messages": messages, **form, **limits, **self.body}))
+        return _checked(RowRequest(CHAT, {**model, "messages": messages, **form, **limits, **self.body}))
 
     def _text(self, row: Row) -> str:
         pieces = []
@@ -202,7 +202,7 @@ def _parse(prompt: str) -> tuple[tuple[str, str | None], ...]:
     return tuple((literal, name) for literal, name, _, _ in parts)
 
 
-def _checked(request: Request) -> Request:
+def _checked(request: RowRequest) -> RowRequest:
     if request.body.get("stream"):
         raise ConfigError("a batch has no streams; leave `stream` out")
     return request
@@ -254,7 +254,7 @@ class Item(NamedTuple):
     row: Row
     """The columns that the output repeats."""
     custom_id: str
-    request: Request | None
+    request: RowRequest | None
     problem: str | None = None
 
 
@@ -269,7 +269,7 @@ class SourceRows:
     total: int = 0
     columns: dict[str, str] = field(default_factory=dict)
     """Columns of the output."""
-    first: Request | None = None
+    first: RowRequest | None = None
     warnings: list[str] = field(default_factory=list)
     _digest: bytes = b""
 

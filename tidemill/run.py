@@ -18,9 +18,9 @@ from engine.errors import ConfigError
 from tidemill import tables
 from tidemill.client import MAX_SEARCHED, NOT_OPENAI, TERMINAL, ChatError, RefusedError, ServerClient
 from tidemill.files import disk_error
-from tidemill.journal import Journal, Part
+from tidemill.journal import BatchPart, Journal
 from tidemill.progress import expected_end
-from tidemill.recipe import ERROR, FAILED, STATUS, Recipe, Request, SourceRows, is_final
+from tidemill.recipe import ERROR, FAILED, STATUS, Recipe, RowRequest, SourceRows, is_final
 from tidemill.tables import Row, json_line
 
 MAX_BYTES = 190_000_000
@@ -70,7 +70,7 @@ class Splitter:
         self._limit, self._most = min(first, most), most
         self._open: dict[tuple[str, str], UnsentPart] = {}
 
-    def add(self, custom_id: str, request: Request, body: Mapping[str, Any]) -> Iterator[UnsentPart]:
+    def add(self, custom_id: str, request: RowRequest, body: Mapping[str, Any]) -> Iterator[UnsentPart]:
         """Add a line; yield a part that is full."""
         text = json_line({"custom_id": custom_id, "method": "POST", "url": request.url, "body": body})
         key = (request.url, str(body.get("model")))
@@ -237,7 +237,7 @@ class TableRun:
                 "or run the same command again to send the other rows"
             )
 
-    def _with_model(self, request: Request) -> dict[str, Any]:
+    def _with_model(self, request: RowRequest) -> dict[str, Any]:
         """Return the body, with the server's model if the row names none."""
         if "model" in request.body:
             return request.body
@@ -282,7 +282,7 @@ class TableRun:
         batches = self.client.batches(MAX_SEARCHED)
         return next((batch for batch in batches if (batch.get("metadata") or {}).get(PART) == name), None)
 
-    def _adopt(self, part: Part) -> None:
+    def _adopt(self, part: BatchPart) -> None:
         """Find the batch of a part whose creation an earlier run did not see answered."""
         batch = self._try(lambda: self._find(part.name))
         if batch is None:
@@ -307,7 +307,7 @@ class TableRun:
         if self.journal.parts:
             self._pause(POLL_SECONDS)
 
-    def _collect(self, part: Part, batch: dict[str, Any]) -> None:
+    def _collect(self, part: BatchPart, batch: dict[str, Any]) -> None:
         odd: Counter[str] = Counter()
         missing = (batch.get("request_counts") or {}).get("total") or 0
         known = self.journal.added

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.colocation.replay import ReplayedServer, Workload, run_workload
+from engine.colocation.replay import ReplayedServer, ReplayWindow, run_workload
 from predictor.budget import BudgetParams
 from predictor.judge import MAX_AGE, WINDOW, Served, aggregate, excess_over
 from predictor.load import OnlineArrival
@@ -79,7 +79,7 @@ def _is_compared(served: Served | None) -> bool:
     return served is not None and service_of(served.promise) == DEFAULT_CLASS
 
 
-def workload_of(arrivals: Sequence[OnlineArrival]) -> Workload:
+def workload_of(arrivals: Sequence[OnlineArrival]) -> ReplayWindow:
     """Return the workload of `arrivals` at their own times.
 
     The unknown output of a refused request is estimated.
@@ -89,11 +89,11 @@ def workload_of(arrivals: Sequence[OnlineArrival]) -> Workload:
         a._replace(at=a.at - begin, lengths=a.lengths._replace(output=a.lengths.output or DEFAULT_OUTPUT))
         for a in arrivals
     ]
-    return Workload(tuple(rows), rows[-1].at)
+    return ReplayWindow(tuple(rows), rows[-1].at)
 
 
 def replay_alone(
-    workload: Workload, server: ReplayedServer, counted: Sequence[bool]
+    workload: ReplayWindow, server: ReplayedServer, counted: Sequence[bool]
 ) -> tuple[dict[str, float], list[tuple[float, float] | None]]:
     """Replay without offline work. Return the SLO's aggregates by key, and each request's TTFT and mean gap in seconds.
 

@@ -41,7 +41,7 @@ MIN_DRAIN = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class ReplayWindow:
     """One window: online arrivals, ascending from 0 to at most `seconds`, and the lengths of offline requests."""
 
     arrivals: tuple[OnlineArrival, ...]
@@ -59,7 +59,7 @@ class Workload:
         *,
         longest: float = math.inf,
         idle: float = math.inf,
-    ) -> "Workload":
+    ) -> "ReplayWindow":
         """Return a window of `count` arrivals resampled from the recorded ones, at `rate` requests per second.
 
         Raises ValueError if too few arrivals were recorded.
@@ -124,13 +124,13 @@ def normal_noise(mape: float, count: int = 99) -> tuple[float, ...]:
     return tuple(math.exp(errors.inv_cdf((i + 0.5) / count)) for i in range(count))
 
 
-def replay(workload: Workload, server: ReplayedServer, budget: BudgetParams) -> dict[str, float]:
+def replay(workload: ReplayWindow, server: ReplayedServer, budget: BudgetParams) -> dict[str, float]:
     """Replay the workload under a budget. Return metrics by their report names. L = 0: online only."""
     return metrics_of(run_workload(workload, server, budget), server.slo, workload.seconds)
 
 
 def run_workload(
-    workload: Workload, server: ReplayedServer, budget: BudgetParams, *, oracle: bool = False
+    workload: ReplayWindow, server: ReplayedServer, budget: BudgetParams, *, oracle: bool = False
 ) -> VirtualRun:
     """Replay the workload and return the run, with requests in workload order.
 
@@ -217,8 +217,8 @@ class Replayed(NamedTuple):
 
 
 def find_budget(
-    first: Workload,
-    others: Sequence[Workload],
+    first: ReplayWindow,
+    others: Sequence[ReplayWindow],
     server: ReplayedServer,
     max_evaluations: int = 24,
     start: BudgetParams | None = None,
@@ -240,7 +240,7 @@ def find_budget(
     known = {(each.window, each.budget): each for each in notes}
     spent = 0.0
 
-    def evaluate_on(window: int, workload: Workload) -> Callable[[BudgetParams], dict[str, float]]:
+    def evaluate_on(window: int, workload: ReplayWindow) -> Callable[[BudgetParams], dict[str, float]]:
         def evaluate(budget: BudgetParams) -> dict[str, float]:
             nonlocal spent
             found = known.get((window, budget))

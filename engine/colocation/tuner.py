@@ -19,7 +19,7 @@ from typing import Any
 from engine.colocation.baseline import replay_alone, workload_of
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
-from engine.colocation.replay import ReplayedServer, Workload, find_budget
+from engine.colocation.replay import ReplayedServer, ReplayWindow, find_budget
 from engine.colocation.search_child import ChildError, run_child
 from engine.speculation.trace import DraftTraces, read_traces
 from predictor.budget import BudgetParams
@@ -234,7 +234,7 @@ class BudgetTuner:
             if self._is_relative:  # a limit kept at the cell's upper rate holds in the whole cell, a tolerance may not
                 windows.append((lowest_rate(cell), min(needed, SEARCH_ARRIVALS), SEARCH_STEPS))
             first, *others = (
-                Workload.recorded(arrivals, offline, each, count, seed, longest=steps * pace, idle=idle)
+                ReplayWindow.recorded(arrivals, offline, each, count, seed, longest=steps * pace, idle=idle)
                 for seed, (each, count, steps) in enumerate(windows, start=1)
             )
             limits: dict[str, Any] = {"start": keeper.budget, "cpu_seconds": CPU_SECONDS, "keeps_notes": True}

@@ -27,7 +27,7 @@ from engine.errors import ConfigError
 from engine.fleet.client import FleetClient
 from engine.flight import Flights
 from engine.machine.extras import install_command
-from engine.machine.facts import Place, read_processor, share_out
+from engine.machine.facts import Resources, read_processor, share_out
 from engine.machine.processes import python_module
 from engine.process import frames
 from engine.process.client import EngineProcess, patience
@@ -50,7 +50,7 @@ class EngineActor:
 
     def __init__(self, command: Sequence[str] | None, cpus: int) -> None:
         self._command = command or python_module("engine.process.child")
-        self._place = Place(engines=max(1, read_processor().cores // cpus))
+        self._place = Resources(engines=max(1, read_processor().cores // cpus))
         self._child: Child | None = None
 
     def run(self, launch: bytes) -> Iterator[bytes | Ended]:

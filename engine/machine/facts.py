@@ -35,7 +35,7 @@ _FAST = {
 _SHOWN = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimdhp", "bf16", "sve")
 
 
-class Place(NamedTuple):
+class Resources(NamedTuple):
     """Resources of a process.
 
     Attributes:
@@ -118,7 +118,7 @@ def _quota() -> int | None:
     return None if quota is None else max(1, int(quota))
 
 
-def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None) -> list[Place]:
+def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None) -> list[Resources]:
     """Return the placement of each engine: a CUDA device, or an equal part of the cores.
 
     `device` is as in `EngineConfig`. Threads of a core stay together. If there are more engines than cores, or the
@@ -128,14 +128,14 @@ def share_out(engines: int, device: str = "auto", cpuinfo: str | None = None) ->
     if devices or device == "cuda":
         if len(devices) < engines:
             raise ConfigError(f"--engines {engines} needs as many CUDA devices; {len(devices)} can be seen")
-        return [Place(device=device, engines=engines) for device in devices[:engines]]
+        return [Resources(device=device, engines=engines) for device in devices[:engines]]
     cores = _cores(_read_cpuinfo() if cpuinfo is None else cpuinfo)
     if len(cores) < engines or (_quota() or len(cores)) < len(cores):
-        return [Place(engines=engines)] * engines
+        return [Resources(engines=engines)] * engines
     part, rest = divmod(len(cores), engines)
     bounds = [index * part + min(index, rest) for index in range(engines + 1)]
     return [
-        Place(tuple(sorted(chain.from_iterable(cores[begin:end]))), engines=engines)
+        Resources(tuple(sorted(chain.from_iterable(cores[begin:end]))), engines=engines)
         for begin, end in pairwise(bounds)
     ]  # fmt: skip
 

@@ -24,7 +24,7 @@ from engine.api import (
 )
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
-from engine.machine.facts import Place
+from engine.machine.facts import Resources
 from engine.machine.link import HEADER, framed
 from engine.process.suspects import START
 
@@ -164,7 +164,7 @@ class Launch(Message, frozen=True):
     config: EngineConfig
     log_level: str = "info"
     recorder: int | None = None  # inherited descriptor of the flight recorder's memory
-    place: Place = Place()
+    place: Resources = Resources()
     held: bool = False  # load nothing before `Begin`
     spare: bool = False  # do not plan either, because the device is in use; send an empty `Planned`
     waiting: str = ""  # `Planned.waiting` of the previous process

@@ -29,7 +29,7 @@ from engine.errors import ConfigError, EngineUnavailableError
 from engine.flight import Flights
 from engine.loop.watchdog import StepLimits
 from engine.machine.activity import Activity, read_activity
-from engine.machine.facts import Place, available_memory
+from engine.machine.facts import Resources, available_memory
 from engine.machine.processes import python_module, start_process, starter
 from engine.process import frames
 from engine.process.requests import RestartPolicy
@@ -238,7 +238,7 @@ async def reaped(child: ProcessEndpoint, within: float | None = None) -> str:
 
 
 CHILD = "engine.process.child"
-ANYWHERE = Place()
+ANYWHERE = Resources()
 SILENCE = StepLimits(unknown=10.0)
 """Time without a message after which a process counts as hung: its event loop is blocked, or it is stopped."""
 HOLD_SECONDS = 120.0
@@ -308,7 +308,7 @@ class ProcessOptions:
     """
 
     log_level: str = "info"
-    place: Place = ANYWHERE
+    place: Resources = ANYWHERE
     pid_file: Path | None = None
     command: Sequence[str] | None = None
     spawn: Callable[[frames.Launch], ProcessEndpoint] | None = None

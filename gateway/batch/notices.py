@@ -49,7 +49,7 @@ URL_SECONDS, COMMAND_SECONDS = 15.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ReportTarget:
     """A `url` and its `secret`, or else the words of a `command`."""
 
     command: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Target:
     secret: bytes = b""
 
 
-def read_target(environment: Mapping[str, str]) -> Target | None:
+def read_target(environment: Mapping[str, str]) -> ReportTarget | None:
     """Return the target, or None without one. Raise ConfigError if it cannot be used."""
     text = environment.get(TARGET, "").strip()
     if text.lower().startswith(("https://", "http://")):
@@ -68,10 +68,10 @@ def read_target(environment: Mapping[str, str]) -> Target | None:
         raise ConfigError(f"{TARGET} {text!r}: {error}; close the quotation") from None
     if words and shutil.which(words[0]) is None:
         raise ConfigError(f"{TARGET}: there is no program {words[0]}; give its path")
-    return Target(words) if words else None
+    return ReportTarget(words) if words else None
 
 
-def _read_url(text: str, secret: str) -> Target:
+def _read_url(text: str, secret: str) -> ReportTarget:
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
@@ -85,7 +85,7 @@ def _read_url(text: str, secret: str) -> Target:
     if not secret.startswith(SECRET_PREFIX) or len(key) < LEAST_SECRET_BYTES:
         make = f"make one: echo {SECRET_PREFIX}$(openssl rand -base64 32)"
         raise ConfigError(f"the URL of {TARGET} needs {SECRET}, {SECRET_PREFIX} and base64; {make}")
-    return Target(url=text, secret=key)
+    return ReportTarget(url=text, secret=key)
 
 
 class Notifier:
@@ -93,7 +93,7 @@ class Notifier:
 
     A URL is called again after a failure, at most MAX_ATTEMPTS times; a command runs once."""
 
-    def __init__(self, store: RowStore, target: Target | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: RowStore, target: ReportTarget | None, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._target = target
         self._clock = clock
@@ -158,7 +158,7 @@ class Notifier:
             await self._store.forget_notice(notice)
 
 
-async def post_event(target: Target, notice: Notice) -> str | None:
+async def post_event(target: ReportTarget, notice: Notice) -> str | None:
     """Send OpenAI's event `batch.STATUS`; return why that failed, or None after a response with a 2xx status.
 
     The event's id is the same in every attempt, so that receivers can drop repetitions.
@@ -187,7 +187,7 @@ async def post_event(target: Target, notice: Notice) -> str | None:
         return f"{type(error).__name__}: {error}"
 
 
-async def run_command(target: Target, notice: Notice, seconds: float = COMMAND_SECONDS) -> str | None:
+async def run_command(target: ReportTarget, notice: Notice, seconds: float = COMMAND_SECONDS) -> str | None:
     """Run the command without a shell, with its output on standard error; return why it failed, or None.
 
     Its last arguments are the batch's id and state, which are in TIDEMILL_BATCH_ID and TIDEMILL_BATCH_STATUS as well.

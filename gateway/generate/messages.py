@@ -19,7 +19,7 @@ from gateway.generate.history import arguments_text, readable_turns
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_formats import Call
 from gateway.generate.translation import Conversation, Translation, count_prompt, plan_translated, text_of, tool_fields
-from gateway.generate.validation import EXTRA_BODY, ClientObject, JsonPost, Refused, Unhonoured, told_in, validate
+from gateway.generate.validation import EXTRA_BODY, ClientObject, JsonPost, RefusedField, Unhonoured, told_in, validate
 from gateway.generate.wire import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -44,15 +44,15 @@ UNHONOURED = Unhonoured(
         "inference_geo", "metadata", "speed", "user_profile_id",
     },
     {
-        **dict.fromkeys(_SWITCHES, Refused("Use 'thinking' with 'type' 'enabled' or 'disabled'.")),
-        "container": Refused("The server runs no code; offer a tool and run its calls in the client."),
+        **dict.fromkeys(_SWITCHES, RefusedField("Use 'thinking' with 'type' 'enabled' or 'disabled'.")),
+        "container": RefusedField("The server runs no code; offer a tool and run its calls in the client."),
         "extra_body": EXTRA_BODY,
-        "fallbacks": Refused("The server has one model; choose another one in the client.", ([],)),
-        "mcp_servers": Refused("The server calls no tools; call the MCP servers in the client.", ([],)),
-        "reasoning_effort": Refused("Use 'output_config' with 'effort'."),
-        "response_format": Refused("Use 'output_config' with 'format'."),
-        "stop": Refused("Use 'stop_sequences'.", ([],)),
-        "thread": Refused("The server stores no threads; send the whole conversation."),
+        "fallbacks": RefusedField("The server has one model; choose another one in the client.", ([],)),
+        "mcp_servers": RefusedField("The server calls no tools; call the MCP servers in the client.", ([],)),
+        "reasoning_effort": RefusedField("Use 'output_config' with 'effort'."),
+        "response_format": RefusedField("Use 'output_config' with 'format'."),
+        "stop": RefusedField("Use 'stop_sequences'.", ([],)),
+        "thread": RefusedField("The server stores no threads; send the whole conversation."),
     },
 )  # fmt: skip
 """`cache_control` and betas have no effect: all prefixes are cached."""

@@ -26,7 +26,7 @@ from gateway.generate.validation import (
     EXTRA_BODY,
     ClientObject,
     JsonPost,
-    Refused,
+    RefusedField,
     StrictBody,
     Unhonoured,
     at_most,
@@ -58,17 +58,19 @@ _NO_REFERENCES = "Responses are not stored; set 'store' to false, so that the cl
 UNHONOURED = Unhonoured(
     frozenset(CHAT_UNHONOURED.inert) - {"metadata", "prompt_cache_key", "safety_identifier"} | {"client_metadata"},
     {
-        **dict.fromkeys(_SWITCHES, Refused("Use 'reasoning' with 'effort', which may be 'none'.")),
-        **dict.fromkeys(("max_tokens", "max_completion_tokens"), Refused("Use 'max_output_tokens'.")),
-        "background": Refused("Use POST /v1/batches for answers without a connection.", (False,)),
-        "context_management": Refused("The server shortens no conversation; shorten 'input' in the client.", ([],)),
-        "conversation": Refused(_STATELESS),
+        **dict.fromkeys(_SWITCHES, RefusedField("Use 'reasoning' with 'effort', which may be 'none'.")),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), RefusedField("Use 'max_output_tokens'.")),
+        "background": RefusedField("Use POST /v1/batches for answers without a connection.", (False,)),
+        "context_management": RefusedField(
+            "The server shortens no conversation; shorten 'input' in the client.", ([],)
+        ),
+        "conversation": RefusedField(_STATELESS),
         "extra_body": EXTRA_BODY,
         "moderation": CHAT_UNHONOURED.unsupported["moderation"],
-        "previous_response_id": Refused(_STATELESS),
-        "prompt": Refused("The server stores no prompts; write the prompt into 'instructions'."),
-        "response_format": Refused("Use 'text' with 'format'."),
-        "truncation": Refused("Shorten 'input' in the client.", ("disabled", "auto")),
+        "previous_response_id": RefusedField(_STATELESS),
+        "prompt": RefusedField("The server stores no prompts; write the prompt into 'instructions'."),
+        "response_format": RefusedField("Use 'text' with 'format'."),
+        "truncation": RefusedField("Shorten 'input' in the client.", ("disabled", "auto")),
     },
 )
 

@@ -67,7 +67,7 @@ class StrictBody(ClientObject):
         return value
 
 
-class Refused(NamedTuple):
+class RefusedField(NamedTuple):
     """A refused field."""
 
     advice: str
@@ -82,7 +82,7 @@ class Unhonoured:
 
     inert: Collection[str]
     """Ignored fields, which do not affect the answer."""
-    unsupported: Mapping[str, Refused]
+    unsupported: Mapping[str, RefusedField]
 
     def strip(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body without these fields. Raises InvalidRequestError for an unsupported field."""
@@ -104,7 +104,7 @@ _SEPARATE = "Thoughts are always in a field of their own, 'reasoning'."
 _BIAS = "Use 'logit_bias'."
 _ROUTER = "The server runs one model itself and routes to no other; remove the field."
 _MAX_TOKENS = "Use 'max_tokens'."
-EXTRA_BODY = Refused("It is an argument of the Python client; send its fields beside 'model'.", ({},))
+EXTRA_BODY = RefusedField("It is an argument of the Python client; send its fields beside 'model'.", ({},))
 _GRAMMAR = "Use 'structured_outputs' with 'grammar'."
 UNHONOURED = Unhonoured(
     frozenset(
@@ -129,61 +129,61 @@ UNHONOURED = Unhonoured(
         }
     ),
     {
-        "functions": Refused("Use 'tools'.", ([],)),
-        "function_call": Refused("Use 'tool_choice'.", ("none",)),
-        "modalities": Refused(_TEXT_ONLY, (["text"],)),
-        "audio": Refused(_TEXT_ONLY),
-        "web_search_options": Refused("The server searches nothing; offer a function in 'tools'."),
-        "moderation": Refused("The server has no moderation model; ask the served model."),
-        "suffix": Refused("The server only continues texts; put the whole text into 'prompt'.", ("",)),
+        "functions": RefusedField("Use 'tools'.", ([],)),
+        "function_call": RefusedField("Use 'tool_choice'.", ("none",)),
+        "modalities": RefusedField(_TEXT_ONLY, (["text"],)),
+        "audio": RefusedField(_TEXT_ONLY),
+        "web_search_options": RefusedField("The server searches nothing; offer a function in 'tools'."),
+        "moderation": RefusedField("The server has no moderation model; ask the served model."),
+        "suffix": RefusedField("The server only continues texts; put the whole text into 'prompt'.", ("",)),
         # extensions of other servers
-        "chat_template_args": Refused("Use 'chat_template_kwargs'.", ({},)),
+        "chat_template_args": RefusedField("Use 'chat_template_kwargs'.", ({},)),
         "extra_body": EXTRA_BODY,
-        "format": Refused("Use 'response_format'."),
-        "max_new_tokens": Refused(_MAX_TOKENS),
-        "max_output_tokens": Refused(_MAX_TOKENS),
-        "mirostat": Refused("Use 'temperature', 'top_p' or 'min_p'.", (0,)),
-        "models": Refused("Name one model as 'model'.", ([],)),
-        "n_predict": Refused(_MAX_TOKENS),
-        "num_ctx": Refused("The context is fixed at the start, by --max-model-len."),
-        "num_predict": Refused(_MAX_TOKENS),
-        "options": Refused("Send its fields beside 'model', such as 'temperature' and 'max_tokens'.", ({},)),
-        "plugins": Refused(_ROUTER, ([],)),
-        "provider": Refused(_ROUTER, ({},)),
-        "repeat_penalty": Refused("Use 'repetition_penalty'.", (1,)),
-        "route": Refused(_ROUTER),
-        "stop_sequences": Refused("Use 'stop'.", ([],)),
-        "transforms": Refused(_ROUTER, ([],)),
-        "typical_p": Refused("Use 'top_p' or 'min_p'.", (1,)),
-        "usage": Refused("Answers have 'usage'; streams with 'stream_options' and 'include_usage'.", ({},)),
-        "allowed_token_ids": Refused("Use 'structured_outputs' with 'choice', or 'logit_bias'."),
-        "bad_words": Refused(_BIAS, ([],)),
-        "chat_template": Refused("The server has one template; start it with --chat-template."),
-        "documents": Refused("Write the documents into a message.", ([],)),
-        "early_stopping": Refused(_NO_BEAMS, (False,)),
-        "ebnf": Refused(_GRAMMAR),
-        "grammar": Refused(_GRAMMAR),
-        "include_reasoning": Refused(_SEPARATE, (True,)),
-        "json_schema": Refused("Use 'response_format' with type 'json_schema'."),
-        "kv_transfer_params": Refused("The server computes all prompts itself."),
-        "length_penalty": Refused(_NO_BEAMS, (1,)),
-        "logits_processors": Refused(_BIAS, ([],)),
-        "lora_path": Refused("Name the adapter as 'model'."),
-        "mm_processor_kwargs": Refused(_TEXT_ONLY, ({},)),
-        "no_stop_trim": Refused("Use 'include_stop_str_in_output'.", (False,)),
-        "priority": Refused("Use 'service_tier'.", (0,)),
-        "prompt_logprobs": Refused("Use 'echo' with 'logprobs' of POST /v1/completions."),
-        "regex": Refused("Use 'structured_outputs' with 'regex'."),
-        "return_hidden_states": Refused("Use POST /v1/embeddings.", (False,)),
-        "return_tokens_as_token_ids": Refused("Use 'return_token_ids'.", (False,)),
-        "separate_reasoning": Refused(_SEPARATE, (True,)),
-        "spaces_between_special_tokens": Refused("The tokenizer alone places spaces.", (True,)),
-        "stop_regex": Refused("Use 'stop', or 'structured_outputs' with 'regex'.", ([],)),
-        "stream_reasoning": Refused(_SEPARATE, (True,)),
-        "structural_tag": Refused("Use 'tools' with 'strict'."),
-        "truncate_prompt_tokens": Refused("Shorten the prompt in the client; POST /tokenize counts its tokens."),
-        "use_beam_search": Refused(_NO_BEAMS, (False,)),
-        "vllm_xargs": Refused("The server has no extensions.", ({},)),
+        "format": RefusedField("Use 'response_format'."),
+        "max_new_tokens": RefusedField(_MAX_TOKENS),
+        "max_output_tokens": RefusedField(_MAX_TOKENS),
+        "mirostat": RefusedField("Use 'temperature', 'top_p' or 'min_p'.", (0,)),
+        "models": RefusedField("Name one model as 'model'.", ([],)),
+        "n_predict": RefusedField(_MAX_TOKENS),
+        "num_ctx": RefusedField("The context is fixed at the start, by --max-model-len."),
+        "num_predict": RefusedField(_MAX_TOKENS),
+        "options": RefusedField("Send its fields beside 'model', such as 'temperature' and 'max_tokens'.", ({},)),
+        "plugins": RefusedField(_ROUTER, ([],)),
+        "provider": RefusedField(_ROUTER, ({},)),
+        "repeat_penalty": RefusedField("Use 'repetition_penalty'.", (1,)),
+        "route": RefusedField(_ROUTER),
+        "stop_sequences": RefusedField("Use 'stop'.", ([],)),
+        "transforms": RefusedField(_ROUTER, ([],)),
+        "typical_p": RefusedField("Use 'top_p' or 'min_p'.", (1,)),
+        "usage": RefusedField("Answers have 'usage'; streams with 'stream_options' and 'include_usage'.", ({},)),
+        "allowed_token_ids": RefusedField("Use 'structured_outputs' with 'choice', or 'logit_bias'."),
+        "bad_words": RefusedField(_BIAS, ([],)),
+        "chat_template": RefusedField("The server has one template; start it with --chat-template."),
+        "documents": RefusedField("Write the documents into a message.", ([],)),
+        "early_stopping": RefusedField(_NO_BEAMS, (False,)),
+        "ebnf": RefusedField(_GRAMMAR),
+        "grammar": RefusedField(_GRAMMAR),
+        "include_reasoning": RefusedField(_SEPARATE, (True,)),
+        "json_schema": RefusedField("Use 'response_format' with type 'json_schema'."),
+        "kv_transfer_params": RefusedField("The server computes all prompts itself."),
+        "length_penalty": RefusedField(_NO_BEAMS, (1,)),
+        "logits_processors": RefusedField(_BIAS, ([],)),
+        "lora_path": RefusedField("Name the adapter as 'model'."),
+        "mm_processor_kwargs": RefusedField(_TEXT_ONLY, ({},)),
+        "no_stop_trim": RefusedField("Use 'include_stop_str_in_output'.", (False,)),
+        "priority": RefusedField("Use 'service_tier'.", (0,)),
+        "prompt_logprobs": RefusedField("Use 'echo' with 'logprobs' of POST /v1/completions."),
+        "regex": RefusedField("Use 'structured_outputs' with 'regex'."),
+        "return_hidden_states": RefusedField("Use POST /v1/embeddings.", (False,)),
+        "return_tokens_as_token_ids": RefusedField("Use 'return_token_ids'.", (False,)),
+        "separate_reasoning": RefusedField(_SEPARATE, (True,)),
+        "spaces_between_special_tokens": RefusedField("The tokenizer alone places spaces.", (True,)),
+        "stop_regex": RefusedField("Use 'stop', or 'structured_outputs' with 'regex'.", ([],)),
+        "stream_reasoning": RefusedField(_SEPARATE, (True,)),
+        "structural_tag": RefusedField("Use 'tools' with 'strict'."),
+        "truncate_prompt_tokens": RefusedField("Shorten the prompt in the client; POST /tokenize counts its tokens."),
+        "use_beam_search": RefusedField(_NO_BEAMS, (False,)),
+        "vllm_xargs": RefusedField("The server has no extensions.", ({},)),
     },
 )
 """For chat completions, completions and embeddings."""

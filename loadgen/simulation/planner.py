@@ -101,7 +101,7 @@ class Arm:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ObjectiveCheck:
     """One objective of the SLO: its bound in seconds (for a tolerance: relative to the online-only replay), the values
     of both replays, and whether it holds with offline work. For a per-request limit, `share` is the share of requests
     that meet it and `wanted` the required share."""
@@ -126,7 +126,7 @@ class Answer:
     alone: Arm | None
     beside: Arm
     offline_only: Arm | None
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[ObjectiveCheck, ...]
 
     @property
     def kept(self) -> bool:
@@ -177,7 +177,7 @@ def parts(question: Question) -> tuple[Workload, Workload]:
     return first, second
 
 
-def verdicts(slo: SLO, alone: Arm | None, beside: Arm) -> tuple[Verdict, ...]:
+def verdicts(slo: SLO, alone: Arm | None, beside: Arm) -> tuple[ObjectiveCheck, ...]:
     """Evaluate every objective of the default class; empty without online requests."""
     if alone is None:
         return ()
@@ -188,13 +188,13 @@ def verdicts(slo: SLO, alone: Arm | None, beside: Arm) -> tuple[Verdict, ...]:
         if objective.limit is None:
             assert objective.tolerance is not None
             bound = before * (1.0 + objective.tolerance)
-            found.append(Verdict(objective, bound, before, after, after <= bound + 1e-12))
+            found.append(ObjectiveCheck(objective, bound, before, after, after <= bound + 1e-12))
         elif objective.percentile is None:
-            found.append(Verdict(objective, objective.limit, before, after, after <= objective.limit))
+            found.append(ObjectiveCheck(objective, objective.limit, before, after, after <= objective.limit))
         else:
             share, wanted = beside.shares[key], objective.percentile / 100
             kept = share >= wanted - 1e-12
-            found.append(Verdict(objective, objective.limit, before, after, kept, share, wanted))
+            found.append(ObjectiveCheck(objective, objective.limit, before, after, kept, share, wanted))
     return tuple(found)
 
 

@@ -28,7 +28,7 @@ _GROUP_COST = 512 * 1024  # bytes of K and V that can be read in the time of the
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ChunkGroups:
     """Layout of a step in groups of chunks; `groups` are ranges of places that attention handles together."""
 
     layout: Layout
@@ -59,7 +59,7 @@ class _Group:
     biases: dict[int | None, Tensor] = field(default_factory=dict)
 
 
-def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int) -> Batch:
+def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int) -> ChunkGroups:
     """Group the chunks [n, 4] (row, start, length, sample) of a step. `cell_bytes`: K and V of a token in one layer."""
     starts, lengths = chunks[:, 1], chunks[:, 2]
     blocks = -(-(starts + lengths) // rows.block_size)
@@ -68,7 +68,7 @@ def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int) -> Batch:
     places = _split(decodes, blocks, max(1, _GROUP_COST // (cell_bytes * rows.block_size))) if decodes.size else []
     places.extend(np.flatnonzero(lengths > 1)[:, None])
     ends = np.cumsum([len(members) for members in places]).tolist()
-    return Batch(Layout.of(chunks, np.concatenate(places)), tuple(zip([0, *ends[:-1]], ends, strict=True)))
+    return ChunkGroups(Layout.of(chunks, np.concatenate(places)), tuple(zip([0, *ends[:-1]], ends, strict=True)))
 
 
 def _split(members: IntArray, blocks: IntArray, threshold: int) -> list[IntArray]:
@@ -95,7 +95,7 @@ def clear_begun_blocks(pool: UnitPool, rows: RowTable, chunks: IntArray) -> None
 class PagedAttention:
     """Attention of one step, planned for all layers on creation; called with q, k and v of each layer."""
 
-    def __init__(self, pool: UnitPool, rows: RowTable, batch: Batch) -> None:
+    def __init__(self, pool: UnitPool, rows: RowTable, batch: ChunkGroups) -> None:
         self._pool = pool
         layout = batch.layout
         token_rows, block, offset = (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.attention import Batch, PagedAttention, arrange, clear_begun_blocks
+from engine.execution.cpu.attention import ChunkGroups, PagedAttention, arrange, clear_begun_blocks
 from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.pool import PoolOptions, UnitPool
@@ -213,7 +213,7 @@ class TorchDevice(PoolDevice):
             return self.beyond.receive()[0]
         return x.index_select(1, torch.from_numpy(wanted))
 
-    def _plan(self, chunks: IntArray) -> tuple[Batch, HiddenPlan | None]:
+    def _plan(self, chunks: IntArray) -> tuple[ChunkGroups, HiddenPlan | None]:
         """Return the layout of the step, and the projection of hidden state of its rows (None: there is none)."""
         pool, rows = self.pool, self.rows
         scratch = ScratchPlan(rows, chunks, pool.scratch_blocks) if has_hidden(rows, chunks) else None
@@ -226,7 +226,7 @@ class TorchDevice(PoolDevice):
             return batch, None
         return batch, HiddenPlan(self._heads, pool, rows, chunks, scratch, batch.layout)
 
-    def _attend(self, batch: Batch, hidden: HiddenPlan | None) -> Attend:
+    def _attend(self, batch: ChunkGroups, hidden: HiddenPlan | None) -> Attend:
         layout = batch.layout
         paged = PagedAttention(self.pool, self.rows, batch)
         positions, is_long = (
