@@ -36,7 +36,7 @@ def test_no_two_features_claim_a_file() -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_row_is_complete(name: str) -> None:
     row = FEATURES[name]
-    assert row.keys() == {"name", "flags", "files", "command", "figure", "device", "date"}
+    assert row.keys() == {"name", "flags", "files", "cap", "command", "figure", "device", "date"}
     assert row["files"] and not [path for path in row["files"] if not (ROOT / path).is_file()]
     assert re.search(r"\d|method", row["figure"]) and row["device"]
     assert date(2026, 11, 20) <= date.fromisoformat(row["date"])

@@ -22,3 +22,14 @@ def test_the_report_names_long_functions(
     monkeypatch.setattr(report, "tracked", lambda _pattern: [Path("engine/a.py")])
     assert report.main() == 0
     assert f"{report.FUNCTION_LIMIT + 1} lines  engine/a.py:1 f" in capsys.readouterr().out
+
+
+def test_a_feature_beyond_its_cap_fails_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "features.toml"
+    monkeypatch.setattr(report, "FEATURES", page)
+    for cap, status in ((1000, 0), (10, 1)):
+        page.write_text(f'[[feature]]\nname = "sizes"\nfiles = ["tools/size_report.py"]\ncap = {cap}\n')
+        assert report.main() == status
+        assert ("sizes:" in capsys.readouterr().out) == bool(status)

@@ -1,13 +1,19 @@
-"""Print the size of each folder, the modules that the core imports, files over 700 and functions over 40 lines."""
+"""Print the size of each folder, the modules that the core imports, files over 700 and functions over 40 lines.
+
+Exits with 1 if an optional feature has more lines in files of its own than `cap` of its row in features.toml.
+"""
 
 import ast
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 FILE_LIMIT, FUNCTION_LIMIT = 700, 40
+ROOT = Path(__file__).resolve().parent.parent
+FEATURES = ROOT / "docs" / "develop" / "features.toml"
 PRODUCT = ("gateway", "engine", "predictor", "loadgen", "tidemill")
 
 
@@ -25,7 +31,17 @@ def main() -> int:
     for path, count in lines.items():
         if path.parts[0] in PRODUCT:
             print("".join(too_long(path, count)), end="")
-    return 0
+    over = list(too_costly(FEATURES))
+    print("".join(over), end="")
+    return int(bool(over))
+
+
+def too_costly(page: Path) -> Iterator[str]:
+    """Yield a line for each optional feature whose own files have more lines than its cap."""
+    for row in tomllib.loads(page.read_text())["feature"]:
+        own = sum((ROOT / name).read_text().count("\n") for name in row["files"])
+        if own > row["cap"]:
+            yield f"  {row['name']}: {own} lines, cap {row['cap']} (docs/develop/features.toml)\n"
 
 
 def tracked(pattern: str) -> list[Path]:
