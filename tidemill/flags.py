@@ -14,7 +14,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -230,22 +230,22 @@ def find_given(
     values: dict[str, FlagValue] = {}
     for key, flag in by_key.items():
         if flag.field in arguments:
-            values[flag.field] = FlagValue(_from_words(flag, arguments[flag.field], f"--{key}", flag.parse), "flag")
+            values[flag.field] = FlagValue(_from_words(flag, arguments[flag.field], f"--{key}"), "flag")
         elif environment.get(flag.variable):
             text = environment[flag.variable]
             words = [word.strip() for word in text.split(",")] if flag.many else text
-            values[flag.field] = FlagValue(_from_words(flag, words, flag.variable, flag.parse), flag.variable)
+            values[flag.field] = FlagValue(_from_words(flag, words, flag.variable), flag.variable)
         elif key in file:
             values[flag.field] = FlagValue(flag.check(file[key], f"{file_name}: {key}"), file_name)
     return values
 
 
-def _from_words(flag: Flag, words: Any, source: str, parse: Callable[[str, str], Any]) -> Any:
+def _from_words(flag: Flag, words: Any, source: str) -> Any:
     if flag.many:
-        return tuple(parse(word, source) for word in words)
+        return tuple(flag.parse(word, source) for word in words)
     if flag.joint and isinstance(words, list):
         return flag.joint.join(words)
-    return words if isinstance(words, bool) else parse(words, source)
+    return words if isinstance(words, bool) else flag.parse(words, source)
 
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -65,6 +65,8 @@ _TEXT = msgspec.json.Decoder(str)
 _VALUE = msgspec.json.Decoder(msgspec.Raw)
 _SCANNER = json.JSONDecoder(parse_int=str, parse_float=str)
 _SEPARATOR = re.compile(r"\s*;?\s*")
+_KIND_OF = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+"""Kind of a JSON value by its first character; the others are numbers."""
 
 
 def _read(decoder: msgspec.json.Decoder[Any], text: str) -> Any:
@@ -209,7 +211,7 @@ def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> str:
         return orjson.dumps(value).decode()
     kinds = kinds_of(schema, root)
     found = value if _is_json(value) else None if kinds == KINDS else _python_literal(value)
-    if found is None or ("string" in kinds and not _is_of(found.strip(), kinds)):
+    if found is None or ("string" in kinds and _KIND_OF.get(found.strip()[0], "number") not in kinds):
         return orjson.dumps(value).decode()
     return found
 
@@ -229,12 +231,6 @@ def _python_literal(text: str) -> str | None:
     except ValueError:
         return None
     return bytes(values["v"]).decode() if values.keys() == {"v"} else None
-
-
-def _is_of(text: str, kinds: frozenset[str]) -> bool:
-    """Return whether a JSON value is of one of the kinds."""
-    names = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
-    return names.get(text[0], "number") in kinds
 
 
 _GEMMA_QUOTES = ('<|"|>', "<escape>")

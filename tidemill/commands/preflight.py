@@ -9,10 +9,10 @@ import errno
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine import __version__, openmp
 from engine.config import EngineConfig, parse_adapters
@@ -110,15 +110,6 @@ def _check_keys(config: ServerConfig, classes: Sequence[str]) -> None:
 DEFAULT = "default"
 
 
-class Setting(NamedTuple):
-    """A row of the settings table."""
-
-    flag: Flag
-    value: str
-    origin: str
-    given: bool  # by the user
-
-
 def run(given: Mapping[str, FlagValue], engine_config: EngineConfig, server_config: ServerConfig, name: str) -> int:
     """Print the report and return the exit code. Raise the errors of a start. `name` is the model's name in the API."""
     print("\n".join([*report_machine(__version__), ""]), flush=True)
@@ -128,34 +119,27 @@ def run(given: Mapping[str, FlagValue], engine_config: EngineConfig, server_conf
         places = _places(engine_config, server_config)
         lines = _look_ahead(engine_config, name, found, server_config.chat_template) + places
     finally:  # after an error, too: the origin of a setting often explains it
-        shown = found | _server_findings(server_config, name)
-        print("\n".join(table(settings(given, engine_config, server_config, shown))), flush=True)
+        found |= _server_findings(server_config, name)
+        print("\n".join(table(given, (engine_config, server_config), found)), flush=True)
     print("\n".join(["", *lines]))
     return 0
 
 
-def settings(
-    given: Mapping[str, FlagValue],
-    engine_config: EngineConfig,
-    server_config: ServerConfig,
-    found: Mapping[str, FlagValue],
-) -> Iterator[Setting]:
-    """Yield every setting. `found` has the values chosen for settings whose default is automatic."""
-    for config in (engine_config, server_config):
+def table(given: Mapping[str, FlagValue], configs: Sequence[object], found: Mapping[str, FlagValue]) -> list[str]:
+    """Format every setting in columns of flag, value and origin; `*` marks those that the user gave. `found` has the
+    values chosen for settings whose default is automatic."""
+    rows = []
+    for config in configs:
         for flag in flags_of(type(config)):
-            value = getattr(config, flag.field)
-            origin = given[flag.field].origin if flag.field in given else DEFAULT
+            value, is_given = getattr(config, flag.field), flag.field in given
+            origin = given[flag.field].origin if is_given else DEFAULT
             if value in (None, "", "auto", ()) and flag.field in found:
                 value, why = found[flag.field]
-                origin = f"{why} ({origin})" if flag.field in given else why
-            yield Setting(flag, _shown(flag, value), origin, flag.field in given)
-
-
-def table(rows: Iterator[Setting]) -> list[str]:
-    """Format columns of flag, value and origin. Settings given by the user are marked with `*`."""
-    lines = [("MODEL" if r.flag.field == "model" else f"--{r.flag.key}", r.value, r.origin, r.given) for r in rows]
-    flag, value = max(len(line[0]) for line in lines), min(40, max(len(line[1]) for line in lines))
-    return [f"{'*' if given else ' '} {name:{flag}}  {text:{value}}  {origin}" for name, text, origin, given in lines]
+                origin = f"{why} ({origin})" if is_given else why
+            name = "MODEL" if flag.field == "model" else f"--{flag.key}"
+            rows.append(("*" if is_given else " ", name, _shown(flag, value), origin))
+    widths = max(len(row[1]) for row in rows), min(40, max(len(row[2]) for row in rows))
+    return [f"{mark} {name:{widths[0]}}  {text:{widths[1]}}  {origin}" for mark, name, text, origin in rows]
 
 
 def _shown(flag: Flag, value: Any) -> str:
@@ -220,24 +204,24 @@ def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], te
 
 
 def _decided(build: Any, config: EngineConfig, plan: Any, found: dict[str, FlagValue]) -> None:
-    found["device"] = FlagValue(plan.device, "this machine")
-    found["model_impl"] = FlagValue(plan.implementation, "the model's family")
-    found["dtype"] = FlagValue(plan.dtype, "the model and this machine")
-    found["max_model_len"] = FlagValue(plan.limits.max_model_len, "the model and the cache")
-    found["num_gpu_blocks_override"] = FlagValue(plan.num_blocks, "measured: free memory")
     why = "the device" if plan.offload is None else "streamed weights"
-    found["max_num_seqs"] = FlagValue(plan.limits.max_num_seqs, why)
-    found["max_num_batched_tokens"] = FlagValue(plan.limits.max_num_batched_tokens, why)
     host = round(build.host_bytes(plan) / 2**30, 1)
-    found["swap_space"] = FlagValue(
-        host, "measured: free host memory" if host else "the cache itself is in host memory"
-    )
+    chosen = {
+        "device": (plan.device, "this machine"),
+        "model_impl": (plan.implementation, "the model's family"),
+        "dtype": (plan.dtype, "the model and this machine"),
+        "max_model_len": (plan.limits.max_model_len, "the model and the cache"),
+        "num_gpu_blocks_override": (plan.num_blocks, "measured: free memory"),
+        "max_num_seqs": (plan.limits.max_num_seqs, why),
+        "max_num_batched_tokens": (plan.limits.max_num_batched_tokens, why),
+        "swap_space": (host, "measured: free host memory" if host else "the cache itself is in host memory"),
+    }
     if plan.device == "cpu":
         origin = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "at most one per core; a start measures"
-        found["threads"] = FlagValue(openmp.num_threads(config, os.environ), origin)
-        found["kernels"] = FlagValue(
-            plan.kernels, "measured: the native kernels pass their test" if "native" in plan.kernels else "torch"
-        )
+        is_native = "native" in plan.kernels
+        chosen["threads"] = openmp.num_threads(config, os.environ), origin
+        chosen["kernels"] = plan.kernels, "measured: the native kernels pass their test" if is_native else "torch"
+    found.update((name, FlagValue(*value)) for name, value in chosen.items())
 
 
 def _model_memory(plan: Any) -> str:
