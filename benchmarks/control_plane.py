@@ -20,8 +20,7 @@ from engine.scheduling.speculation import Speculation
 from engine.speculation.drafts import Drafts
 from predictor.features import BatchFeatures
 from predictor.fitting import fit
-from predictor.model import LatencyModel
-from predictor.samples import SampleLog
+from predictor.model import LatencyModel, SampleLog
 from predictor.slo import nearest_rank
 
 RUNNING, WAITING, STEPS = 256, 1600, 400

@@ -34,8 +34,7 @@ from engine.models.linear import MakeLinear, make_linear, make_packed
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights
-from engine.profiling.calibration import ShapeRunner
-from engine.profiling.sweep import StepShape
+from engine.profiling.calibration import ShapeRunner, StepShape
 from engine.text.tokenizer import Tokenizer
 
 CONTEXT, ROUNDS, LARGE_ROUNDS, DRAWN = 192, 15, 7, 300

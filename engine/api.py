@@ -14,8 +14,7 @@ from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from engine.errors import ErrorInfo, InvalidRequestError
 from engine.forms import EmbeddingSpec, Grammar, Pooling, ThinkingBudget
-from predictor.budget import Standing
-from predictor.promise import Promise
+from predictor.budget import Promise, Standing
 
 P = ParamSpec("P")
 T = TypeVar("T")

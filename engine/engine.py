@@ -45,8 +45,7 @@ from engine.errors import (
 from engine.loop.planner import Planner
 from engine.loop.watchdog import STALL_SECONDS, FaultLog, ProgressWatchdog, StepLimits, StepWatch, check_result
 from engine.machine.activity import Activity, read_activity
-from engine.machine.link import LinkLostError
-from engine.machine.processes import collect_due
+from engine.machine.child import LinkLostError, collect_due
 from engine.panics import as_error
 from engine.scheduling.moving import MovedRequest, Moves
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput

@@ -17,8 +17,8 @@ from engine.core import EngineCore
 from engine.errors import RetryableError
 from engine.scheduling.offline import OfflinePlan, whole
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
+from predictor.budget import Promise
 from predictor.features import BatchFeatures, LatencyPredictor
-from predictor.promise import Promise
 
 PLACEHOLDER_TOKEN = 0
 

@@ -25,7 +25,7 @@ from gateway.http.keys import DEFAULT_TENANT, Admissions, Key, KeyStore, Tier
 from gateway.models import ModelNames
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog
-from predictor.promise import Promise
+from predictor.budget import Promise
 from predictor.slo import parse_slo
 
 log = logging.getLogger("tidemill.gateway")

@@ -24,7 +24,7 @@ from fastapi import FastAPI
 from engine import __version__
 from engine.api import EngineInfo, SamplingDefaults
 from engine.errors import ConfigError, TidemillError
-from engine.machine import processes
+from engine.machine import child
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext
 from gateway.http.connection import ProtocolLimits, connections_within, raise_descriptor_limit, with_limits
@@ -177,7 +177,7 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._last_resort is not None:
-            processes.settle()
+            child.settle()
             self._tidying = asyncio.create_task(self._tidy(), name="tidemill-garbage")
         self._loop = asyncio.get_running_loop()
         self._engine_watch = asyncio.create_task(self._watch_engine(), name="tidemill-engine-watch")
@@ -213,7 +213,7 @@ class GatewayServer(uvicorn.Server):
     async def _tidy(self) -> None:
         while True:
             await asyncio.sleep(TIDY_SECONDS)
-            processes.collect_due(at_rest=not self.server_state.tasks)
+            child.collect_due(at_rest=not self.server_state.tasks)
 
     async def _watch_engine(self) -> None:
         """End the server once its engine is dead for good, instead of answering 503 forever."""
@@ -353,7 +353,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            by = processes.listener_on(port)
+            by = child.listener_on(port)
             raise ConfigError(f"--port {port} is in use{by and f' by {by}'}; use another port") from None
         raise ConfigError(f"--host {host} --port {port}: {(error.strerror or 'cannot be bound').lower()}") from None
     return listener

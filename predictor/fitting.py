@@ -20,8 +20,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from predictor.features import EVERYTHING, BatchFeatures, FeatureRow, Reach
-from predictor.model import CACHE_TERMS, COLUMNS, FITTED_TERMS, LatencyModel, default_knots
-from predictor.samples import ROW_WIDTH, Sample, SampleLog, split_samples
+from predictor.model import (
+    CACHE_TERMS,
+    COLUMNS,
+    FITTED_TERMS,
+    ROW_WIDTH,
+    LatencyModel,
+    Sample,
+    SampleLog,
+    default_knots,
+    split_samples,
+)
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from predictor.budget import Standing
-from predictor.promise import DEFAULT_CLASS, Promise, attainment_key, service_of
+from predictor.budget import DEFAULT_CLASS, Promise, Standing, attainment_key, service_of
 from predictor.slo import SLO, TOLERANCE_KEYS, Objective, nearest_rank, parse_key
 
 WINDOW = 200

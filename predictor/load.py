@@ -21,7 +21,7 @@ from operator import attrgetter
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from predictor.promise import DEFAULT_OUTPUT, Promise
+from predictor.budget import DEFAULT_OUTPUT, Promise
 
 BLOCK = 16
 """Consecutive arrivals that stay together in a window, about the size of one burst of chat requests."""

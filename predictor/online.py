@@ -24,8 +24,7 @@ from functools import cache
 from statistics import NormalDist
 
 from predictor.features import BatchFeatures, Reach
-from predictor.model import LatencyModel, largest_chunk
-from predictor.samples import Sample, SampleLog
+from predictor.model import LatencyModel, Sample, SampleLog, largest_chunk
 
 NUM_REGIMES = 16
 """Regime r holds the steps of 2^(r−1) … 2^r − 1 tokens; the last one all larger steps."""

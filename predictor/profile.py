@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from predictor.features import BatchFeatures, FeatureRow, Reach
-from predictor.model import LINEAR_TERMS, LatencyModel
-from predictor.samples import Sample
+from predictor.model import LINEAR_TERMS, LatencyModel, Sample
 
 FEW_TOKENS, MANY_TOKENS = 128, 1024
 """Token counts, run or restored from hidden state, of the two measured steps."""

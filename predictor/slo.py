@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from predictor.promise import DEFAULT_CLASS, Promise, attainment_key
+from predictor.budget import DEFAULT_CLASS, Promise, attainment_key
 
 METRICS = ("ttft", "tbt", "tpot", "e2e")
 PERCENTILES = (50, 99)

@@ -18,8 +18,16 @@ from native_build import native
 
 from engine.api import SamplingParams
 from engine.arrays import IntArray
-from engine.cache.blocks import CacheAction, CacheBlock, CacheEntry, CacheKind, CacheOperation, Tier, extend_hashes
-from engine.cache.pool import BlockPool
+from engine.cache.blocks import (
+    BlockPool,
+    CacheAction,
+    CacheBlock,
+    CacheEntry,
+    CacheKind,
+    CacheOperation,
+    Tier,
+    extend_hashes,
+)
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.model import NativeModel, Sampled

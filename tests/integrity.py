@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from itertools import chain
 
 from engine.api import RequestClass
-from engine.cache.blocks import CacheBlock, count_compact, count_gone, count_units
+from engine.cache.blocks import BlockPool, CacheBlock, count_compact, count_gone, count_units
 from engine.cache.cache import Cache
 from engine.cache.parked import ParkedPasts
-from engine.cache.pool import BlockPool
 from engine.cache.snapshots import Snapshots
 from engine.cache.tiers import Tiers
 from engine.core import EngineCore

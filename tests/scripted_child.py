@@ -47,7 +47,7 @@ from engine.errors import ConfigError  # noqa: E402
 from engine.loop.planner import PlanOffline  # noqa: E402
 from engine.loop.watchdog import StepLimits  # noqa: E402
 from engine.process import child, frames  # noqa: E402
-from engine.process.link import Connection  # noqa: E402
+from engine.process.life import Connection  # noqa: E402
 from engine.scheduling.offline import OfflinePlan  # noqa: E402
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput  # noqa: E402
 

@@ -18,9 +18,15 @@ from engine.limits import Limits
 from engine.models.decoder import Decoder
 from engine.models.spec import spec_from_config
 from engine.models.weights import DummyTensors, build_weights
-from engine.profiling.cache_costs import KV_ONLY, CacheTiers, measure_cache_costs
-from engine.profiling.calibration import load_or_measure, load_profile, measure_profile
-from engine.profiling.sweep import StepShape
+from engine.profiling.calibration import (
+    KV_ONLY,
+    CacheTiers,
+    StepShape,
+    load_or_measure,
+    load_profile,
+    measure_cache_costs,
+    measure_profile,
+)
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from predictor.model import LatencyModel
 from predictor.profile import NOT_MEASURED, CacheCosts, Profile, ProfileError, ProfileKey, affine

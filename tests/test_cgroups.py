@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.machine import cgroups, facts
+from engine.machine import facts
 
 GIB = 2**30
 UNLIMITED_V1 = str(2**63 - 4096)
@@ -88,8 +88,8 @@ def test_the_tightest_limit_applies(case: str, tmp_path: Path, monkeypatch: pyte
         path = tmp_path / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n")
-    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
-    assert cgroups.processors() == processors and cgroups.free_memory() == free
+    monkeypatch.setattr(facts, "CGROUP_ROOT", tmp_path)
+    assert facts.quota_processors() == processors and facts.group_memory() == free
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     threads = 4 if processors is None else max(1, int(processors))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from batch_tools import jsonl, line
 
-from engine.machine import processes as child
+from engine.machine import child as child
 
 NAMES = [
     "pickle",
@@ -28,7 +28,7 @@ NAMES = [
 ]
 SCRIPT = """
 import asyncio, json, sys
-from engine.colocation.search_child import ChildError, Turn, run_child
+from engine.machine.child import ChildError, Turn, run_child
 from gateway.batch.input import check_apart
 
 async def main():

@@ -17,8 +17,8 @@ from support.fuzz import fuzz, machine_test
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.errors import QueueFullError
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
+from predictor.budget import Promise
 from predictor.model import LatencyModel
-from predictor.promise import Promise
 
 VOCAB = 40
 BLOCK = 4

@@ -21,10 +21,9 @@ from engine.api import EngineRequest, SamplingParams
 from engine.errors import InvalidRequestError
 from engine.forms import Grammar, GrammarKind
 from engine.structured.compiler import GrammarCompiler
-from engine.structured.proof import ProofLimits
-from engine.structured.prover_client import Prover
-from engine.structured.ready import Grammars
-from engine.text.stopping import OutputTextStream
+from engine.structured.prover import ProofLimits
+from engine.structured.ready import Grammars, Prover
+from engine.text.detokenizer import OutputTextStream
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.grammars import Function

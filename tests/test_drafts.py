@@ -15,9 +15,8 @@ from engine.limits import SchedulerConfig
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import ModelRunnerOutput
 from engine.scheduling.speculation import Speculation
-from engine.speculation import drafts, ngrams
-from engine.speculation.drafts import MAX_DRAFT, Acceptance, Drafts, DraftSource
-from engine.speculation.ngrams import GRAMS, NGrams, hash_tail
+from engine.speculation import drafts
+from engine.speculation.drafts import GRAMS, MAX_DRAFT, Acceptance, Drafts, DraftSource, NGrams, hash_tail
 from engine.speculation.trace import DraftTrace, DraftTraces, TracedDrafts
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from predictor.features import BatchFeatures
@@ -50,8 +49,8 @@ def test_a_look_up_finds_the_newest_of_the_longest_matches(
     parts: list[tuple[list[int], int]], by_hand: int, most: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ngrams, "HOPS", 10**6)
-        patch.setattr(ngrams, "_BY_HAND", by_hand)
+        patch.setattr(drafts, "HOPS", 10**6)
+        patch.setattr(drafts, "_BY_HAND", by_hand)
         index = NGrams()
         grow(index, parts)
         known, indexed = index.tokens.tolist(), len(index.tokens) - index.num_behind

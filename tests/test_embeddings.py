@@ -20,7 +20,7 @@ from test_tools import client_of
 from tiny_models import model_folder, reference_model
 
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
-from engine.build.checkpoint_settings import read_embedding_spec
+from engine.build.join import read_embedding_spec
 from engine.execution.runner import Runner
 from engine.forms import EmbeddingSpec, Pooling
 from engine.limits import SchedulerConfig

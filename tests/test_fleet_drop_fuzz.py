@@ -20,9 +20,9 @@ from engine.core import EngineCore
 from engine.errors import EngineUnavailableError, TidemillError
 from engine.fleet.client import FleetClient
 from engine.limits import SchedulerConfig
-from engine.machine.link import LinkLostError
+from engine.machine.child import LinkLostError
 from engine.process import frames, stage
-from engine.process.link import Calls, Regrouping
+from engine.process.life import Calls, Regrouping
 from engine.process.requests import OpenRequest
 from engine.scheduling.moving import MovedRequest, Moves
 from engine.scheduling.offline import whole

@@ -43,7 +43,7 @@ from engine.fleet.routing import (
 )
 from engine.limits import SchedulerConfig
 from engine.machine.facts import HOST_ENGINES, Resources, share_out
-from engine.process.link import SentRequests
+from engine.process.life import SentRequests
 from engine.process.totals import Figures, info_of_all, total
 from engine.scheduling.report import report_load
 from gateway.telemetry.engine_metrics import EngineCollector

@@ -16,8 +16,7 @@ from test_process import CONFIG, collect, mixture, request, summed, until, until
 
 from engine.api import EngineRequest, EngineState, FinishReason
 from engine.fleet.client import FleetClient
-from engine.fleet.overload import Overload
-from engine.fleet.pipelines import Pair
+from engine.fleet.overload import Overload, Pair
 from engine.fleet.routing import Member
 from engine.process.frames import Exchange, Order, Past, WritePasts
 

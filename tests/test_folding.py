@@ -11,7 +11,7 @@ import tokenizers
 from fake_engine import MODEL, FakeEngine, say, serve
 from work_counter import assert_linear
 
-from engine.text.folding import fold
+from engine.text.chat_template import fold
 from engine.text.template_probe import Shape, probe_templates
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.tool_formats import find_format

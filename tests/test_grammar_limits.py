@@ -24,9 +24,8 @@ from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.forms import Grammar
 from engine.structured.compiler import CompiledGrammar, GrammarCache, GrammarCompiler, Refusals
-from engine.structured.proof import WALK_TOKENS, OutOfTime, Proof, ProofFault, ProofLimits, Refusal, Verdict
-from engine.structured.prover_client import Prover
-from engine.structured.ready import Grammars, Slots
+from engine.structured.prover import WALK_TOKENS, OutOfTime, Proof, ProofFault, ProofLimits, Refusal, Verdict
+from engine.structured.ready import Grammars, Prover, Slots
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
 VOCAB, EOS = 2560, 2
@@ -396,8 +395,8 @@ async def test_the_prover_ends_with_its_parent_even_if_it_is_stopped() -> None:
         "from pathlib import Path\n"
         "from engine.forms import Grammar\n"
         "from engine.structured.compiler import GrammarCompiler\n"
-        "from engine.structured.proof import ProofLimits\n"
-        "from engine.structured.prover_client import Prover\n"
+        "from engine.structured.prover import ProofLimits\n"
+        "from engine.structured.ready import Prover\n"
         "async def main():\n"
         f"    prover = Prover(GrammarCompiler(Path(sys.argv[2]), {VOCAB}, frozenset({{{EOS}}})))\n"
         "    await prover.prove(Grammar('regex', 'a'), ProofLimits())\n"

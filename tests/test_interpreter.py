@@ -18,14 +18,14 @@ def run(script: str) -> str:
 def test_an_exit_reports_no_leaks_of_triton() -> None:
     """The frozen objects include the functions of extension modules, which look for leaks when they are unloaded."""
     pytest.importorskip("triton")
-    script = "import triton\nfrom engine.machine import processes\nprocesses.settle()"
+    script = "import triton\nfrom engine.machine import child\nchild.settle()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 COMMON = """
     import gc
-    from engine.machine import processes
+    from engine.machine import child
 
     class Node:
         pass
@@ -46,17 +46,17 @@ def test_old_objects_are_collected_at_rest_and_not_while_somebody_waits() -> Non
     out = run(
         COMMON
         + """
-    processes.settle()
+    child.settle()
     seen.clear()
-    for _ in range(processes.AT_REST + 1):
+    for _ in range(child.AT_REST + 1):
         leak(3_000)
     kept = sum(isinstance(each, Node) for each in gc.get_objects())
-    processes.collect_due(at_rest=False)
+    child.collect_due(at_rest=False)
     assert set(seen) == {0} and kept > 50_000, (set(seen), kept)
-    processes.collect_due(at_rest=True)
+    child.collect_due(at_rest=True)
     assert 2 in seen and sum(isinstance(each, Node) for each in gc.get_objects()) == 0
     seen.clear()
-    processes.collect_due(at_rest=True)
+    child.collect_due(at_rest=True)
     assert not seen, "there was nothing new"
     print("ok")
     """
@@ -68,12 +68,12 @@ def test_what_a_leak_takes_is_bounded_however_long_somebody_waits() -> None:
     out = run(
         COMMON
         + """
-    processes.settle()
-    processes.AT_MOST = 30
+    child.settle()
+    child.AT_MOST = 30
     most = 0
     for _ in range(100):
         leak(1_000)
-        processes.collect_due(at_rest=False)
+        child.collect_due(at_rest=False)
         most = max(most, sum(isinstance(each, Node) for each in gc.get_objects()))
     assert 10_000 < most <= 31_000, most
     print("ok")
@@ -104,7 +104,7 @@ def test_an_engine_that_serves_chats_looks_at_young_objects_only(settled: bool) 
             return [output async for output in stream]
 
         if {settled}:
-            processes.settle()
+            child.settle()
         seen.clear()
         kept = []
         for first in range(0, 4_000, 100):  # a chat is always open

@@ -11,14 +11,13 @@ from fakes.runner import features_of
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
-from engine.colocation.baseline import replay_alone, workload_of
-from engine.colocation.keeper import MIN_OFFLINE, Colocation
+from engine.colocation.keeper import MIN_OFFLINE, Colocation, replay_alone, workload_of
 from engine.colocation.replay import ReplayedServer, ReplayWindow, find_budget, metrics_of, normal_noise, replay
 from engine.colocation.waits import BUDGET_SHARE, SHORTEST_AWAITED, ArrivalWaits, initial_budget, slo_warning
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
-from engine.profiling.sweep import StepShape
+from engine.profiling.calibration import StepShape
 from engine.scheduling.objective import LONGEST_REST, StepObjective
 from engine.scheduling.output import Chunk, Collect, SchedulerOutput
 from engine.speculation.drafts import DraftSource

@@ -17,9 +17,8 @@ from engine.api import EngineRequest, FinishReason, Lane, RequestClass
 from engine.forms import Pooling
 from engine.limits import UNLIMITED_QUEUE, SchedulerConfig, most_blocks
 from engine.scheduling.objective import StepObjective
-from predictor.budget import BudgetParams
+from predictor.budget import BudgetParams, Promise
 from predictor.model import LatencyModel
-from predictor.promise import Promise
 
 VOCAB, BLOCK, NUM_BLOCKS = 30, 4, 14
 POOL_TOKENS = NUM_BLOCKS * BLOCK

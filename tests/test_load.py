@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.colocation.tuner import STORE_BYTES, LoadStore
-from predictor.budget import BudgetParams
-from predictor.budget_table import (
+from predictor.budget import BudgetParams, Promise
+from predictor.budget_search import (
     HIGHEST_CELL,
     LOWEST_CELL,
     MAX_AGE,
@@ -31,7 +31,6 @@ from predictor.load import (
     resample,
 )
 from predictor.profile import ProfileKey
-from predictor.promise import Promise
 
 SHAPE = LoadShape(100.0, 0.0, 50.0, 500.0, 60.0)
 HERE = Situation(SHAPE, 0.02)

@@ -15,7 +15,7 @@ from test_prompt_scores import check, score, table_of
 
 from engine.api import EngineRequest
 from engine.build import build_runner, plan_launch
-from engine.build.memory import scheduler_config
+from engine.build.plan import scheduler_config
 from engine.config import EngineConfig
 from engine.execution.runner import Runner
 from engine.limits import SchedulerConfig

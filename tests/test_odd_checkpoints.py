@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.build import build_runner, plan_launch
-from engine.build.memory import scheduler_config
+from engine.build.plan import scheduler_config
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.cpu.backend import CpuBackend

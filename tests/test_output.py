@@ -16,7 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.machine.output import TextOutput
+from engine.machine.child import TextOutput
 from tidemill import cli
 from tidemill.commands import state
 

@@ -90,7 +90,7 @@ async def test_a_panic_in_an_answer_ends_its_stream(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     """`push_plain` runs in the callback by which the engine's outputs arrive, for all requests."""
-    import engine.text.stopping as stopping
+    import engine.text.detokenizer as stopping
 
     before = getattr(stopping.OutputTextStream, method)
     panicking = [True]

@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from integrity import check_pool
 from support.fuzz import machine_test
 
-from engine.cache.blocks import CacheBlock, CacheKind, Tier, extend_hashes
-from engine.cache.pool import BlockPool
+from engine.cache.blocks import BlockPool, CacheBlock, CacheKind, Tier, extend_hashes
 from engine.cache.tiers import Tiers
 from engine.limits import SchedulerConfig
 

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.limits import Limits
-from engine.profiling.sweep import StepShape, anchor_shapes, find_knee, plan_sweep, run_sweep
+from engine.profiling.calibration import StepShape, anchor_shapes, find_knee, plan_sweep, run_sweep
 from predictor.features import BatchFeatures, FeatureRow
 from predictor.fitting import fit
-from predictor.model import LINEAR_TERMS, LatencyModel, default_knots
+from predictor.model import LINEAR_TERMS, LatencyModel, Sample, SampleLog, default_knots, split_samples
 from predictor.online import OnlineModel, Tail
 from predictor.profile import Profile, ProfileError, ProfileKey
-from predictor.samples import Sample, SampleLog, split_samples
 
 
 def roofline(features: BatchFeatures) -> float:

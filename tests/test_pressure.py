@@ -24,9 +24,9 @@ from engine.scheduling.selection import (
     select_apt,
     select_goodput,
 )
+from predictor.budget import Promise
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
-from predictor.promise import Promise
 
 NOW, SIZE = 10.0, 4
 MODEL = LatencyModel(intercept=0.01, decodes=1e-4, prefill_tokens=1e-3, attention=1e-8)

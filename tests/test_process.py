@@ -30,7 +30,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.forms import Grammar
 from engine.loop.watchdog import StepLimits
-from engine.machine.link import framed
+from engine.machine.child import framed
 from engine.process import frames, launcher, life
 from engine.process.client import EngineProcess
 from engine.process.launcher import Child, ProcessOptions

@@ -29,11 +29,10 @@ from gateway.generate.params import promise_of
 from gateway.generate.wire import ChatCompletionRequest
 from gateway.http.errors import ApiError
 from gateway.http.keys import Key, load_keys
-from predictor.budget import BudgetParams
+from predictor.budget import BudgetParams, Promise
 from predictor.judge import Judge, Served
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
-from predictor.promise import Promise
 from predictor.slo import SLO, SLOError
 from tidemill.commands import preflight
 from tidemill.flags import add_flags, find_given, flags_of

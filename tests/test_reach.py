@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.execution.lookahead import BatchPiece, cost, quickest
 from engine.limits import Limits, SchedulerConfig
-from engine.profiling.sweep import StepShape, run_sweep
+from engine.profiling.calibration import StepShape, run_sweep
 from engine.scheduling.objective import StepObjective, token_costs
 from engine.scheduling.output import Chunk, SchedulerOutput
 from engine.scheduling.selection import seconds_to_token
@@ -37,10 +37,9 @@ from loadgen.simulation.gpu import DEVICES, MODELS, SimulatedDevice, SimulatedRu
 from predictor.budget import BudgetParams
 from predictor.features import EVERYTHING, BatchFeatures, FeatureRow, Reach
 from predictor.fitting import fit, refit
-from predictor.model import LatencyModel
+from predictor.model import LatencyModel, Sample
 from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileError, ProfileKey
-from predictor.samples import Sample
 
 WINDOWS = (1024, 1024, 1024, 1024, 1024, None) * 5
 """As Gemma 3 has them."""

@@ -12,16 +12,15 @@ import pytest
 
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
-from engine.colocation.search_child import ChildError, Turn, run_child
 from engine.colocation.waits import initial_budget
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
+from engine.machine.child import ChildError, Turn, run_child
 from predictor.features import BatchFeatures
 from predictor.fitting import FEWEST, error_of, fit, refit
-from predictor.model import LatencyModel
+from predictor.model import LatencyModel, Sample
 from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileKey
-from predictor.samples import Sample
 from predictor.slo import SLO
 
 KEY = ProfileKey("m", "d", "bfloat16", "1")

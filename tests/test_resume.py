@@ -10,7 +10,7 @@ from test_process import answers, engine_process, request, undisturbed, until_id
 
 from engine.api import EngineRequest, SamplingParams
 from engine.errors import InvalidRequestError
-from engine.process import client, frames, link
+from engine.process import client, frames, life
 from engine.process.client import EngineProcess
 from engine.process.launcher import ProcessOptions
 from engine.process.requests import OpenRequest
@@ -43,7 +43,7 @@ def resumable(engine: EngineProcess, name: str, tokens: int) -> OpenRequest:
 
 async def test_what_is_open_may_be_more_than_a_frame_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_FRAME", 500_000)
-    monkeypatch.setattr(link, "TURN_TOKENS", 200_000)
+    monkeypatch.setattr(life, "TURN_TOKENS", 200_000)
     engine, wire = EngineProcess(client.EngineConfig(), ProcessOptions()), Wire()
     engine._link._connection = wire  # type: ignore[assignment]
     entries = [resumable(engine, f"r{n}", 90_000 if n % 4 == 0 else 700) for n in range(40)]
@@ -53,7 +53,7 @@ async def test_what_is_open_may_be_more_than_a_frame_can_hold(monkeypatch: pytes
     first = len(wire.names)
     assert 0 < first < 40, "the event loop goes on in between"
     engine.abort("r39")
-    wire.unsent = link.MAX_UNSENT
+    wire.unsent = life.MAX_UNSENT
     await asyncio.sleep(0.02)
     assert len(wire.names) == first, "nor is more kept than the process reads"
     wire.unsent = 0
@@ -64,7 +64,7 @@ async def test_what_is_open_may_be_more_than_a_frame_can_hold(monkeypatch: pytes
 
 
 async def test_nothing_more_is_sent_to_a_process_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "TURN_TOKENS", 100)
+    monkeypatch.setattr(life, "TURN_TOKENS", 100)
     engine, wire = EngineProcess(client.EngineConfig(), ProcessOptions()), Wire()
     engine._link._connection = wire  # type: ignore[assignment]
     engine._link.resume([resumable(engine, f"r{n}", 101) for n in range(200)])
@@ -78,8 +78,8 @@ async def test_nothing_more_is_sent_to_a_process_that_is_gone(monkeypatch: pytes
 async def test_answers_are_the_same_however_the_frames_are_cut(
     tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "FRAME_REQUESTS", 2)
-    monkeypatch.setattr(link, "TURN_TOKENS", 30)
+    monkeypatch.setattr(life, "FRAME_REQUESTS", 2)
+    monkeypatch.setattr(life, "TURN_TOKENS", 30)
     async with engine_process(tmp_path / "children", "after:4,before:9") as engine:
         assert await answers(engine) == undisturbed
         await until_idle(engine)
@@ -96,5 +96,5 @@ async def test_a_request_that_fits_no_frame_is_refused(tmp_path: Path, monkeypat
 
 def test_a_frame_ends_in_time_for_the_largest_request() -> None:
     """A body of 4 MiB names two million token ids at most."""
-    largest = EngineRequest("a", (200_000,) * (link.FRAME_TOKENS + (1 << 21)), SamplingParams(max_tokens=1))
+    largest = EngineRequest("a", (200_000,) * (life.FRAME_TOKENS + (1 << 21)), SamplingParams(max_tokens=1))
     assert len(msgspec.msgpack.encode(largest)) < frames.MAX_FRAME // 8

@@ -37,7 +37,7 @@ from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner, StageError
 from engine.forms import Pooling
 from engine.limits import Limits, SchedulerConfig
-from engine.machine.link import Link, LinkLostError
+from engine.machine.child import Link, LinkLostError
 from engine.models.byte_cells import INTEGERS
 from engine.models.checkpoint import load_layers
 from engine.models.linear import make_linear

@@ -11,12 +11,11 @@ import pytest
 
 from engine.execution.cuda.shapes import Buckets, decode_buckets, mixed_buckets
 from engine.limits import Limits, Padding
-from engine.profiling.sweep import StepShape, edge_shapes, run_sweep
+from engine.profiling.calibration import StepShape, edge_shapes, run_sweep
 from predictor.features import BatchFeatures
 from predictor.fitting import fit
-from predictor.model import LatencyModel
+from predictor.model import LatencyModel, Sample
 from predictor.profile import Profile, ProfileError, ProfileKey
-from predictor.samples import Sample
 
 SEQS, TOKENS = 128, 2048
 PADDING = Padding(tuple(decode_buckets(SEQS)), tuple(mixed_buckets(TOKENS)))

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_folders import load
 
-from engine.text.stopping import OutputTextStream, StopMatcher
+from engine.text.detokenizer import OutputTextStream, StopMatcher
 
 LETTERS = st.text("ab", max_size=24)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)

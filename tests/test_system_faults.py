@@ -17,7 +17,7 @@ from test_process import collect, engine_process, request, summed, undisturbed, 
 
 from engine.api import EngineState
 from engine.errors import ConfigError, EngineUnavailableError, ModelLoadError
-from engine.machine import processes as machine
+from engine.machine import child as machine
 from engine.process import child, frames
 from engine.process.launcher import Child
 from engine.process.requests import RestartPolicy

@@ -19,11 +19,8 @@ from driver import has_ended, make_request
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
-from engine.colocation import search_child
-from engine.colocation.baseline import replay_alone
-from engine.colocation.keeper import Colocation
+from engine.colocation.keeper import Colocation, replay_alone
 from engine.colocation.replay import ReplayedServer, ReplayWindow, find_budget
-from engine.colocation.search_child import NICENESS, TURNS, ChildError, Turn, run_child, step_aside
 from engine.colocation.tuner import (
     CONFIRM_STEPS,
     MIN_COMPARED,
@@ -36,10 +33,11 @@ from engine.colocation.tuner import (
 from engine.colocation.waits import initial_budget
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
+from engine.machine import child
+from engine.machine.child import NICENESS, TURNS, ChildError, Turn, run_child, step_aside
 from engine.scheduling.output import Chunk, SchedulerOutput
 from predictor.budget import BudgetParams
-from predictor.budget_search import Evaluated, SearchResult
-from predictor.budget_table import BudgetTable
+from predictor.budget_search import BudgetTable, Evaluated, SearchResult
 from predictor.load import BUCKET, Lengths, LoadModel, OnlineArrival
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
@@ -357,17 +355,17 @@ async def test_a_child_that_gets_no_time_is_continued_until_it_is_done(monkeypat
             await asyncio.Event().wait()
         return job[2]
 
-    monkeypatch.setattr(search_child, "_run", attempt)
+    monkeypatch.setattr(child, "_run", attempt)
     turns = Turn("idle", 0.0), Turn("low")
     assert await run_child(find_budget, turns=turns, keeps_notes=True) == ["idle", "low"]
 
 
 def test_a_child_runs_without_chats_and_for_a_share_of_the_time_beside_them() -> None:
-    duty, look = search_child.Duty(), search_child.LOOK_SECONDS
+    duty, look = child.Duty(), child.DUTY_SECONDS
     assert all(duty.decide(False, look) for _ in range(20))
     ran = [duty.decide(True, look) for _ in range(20_000)]
-    assert not any(ran[:50]) and sum(ran) == pytest.approx(search_child.BUSY_SHARE * 20_000, rel=0.1)
-    assert "".join("01"[each] for each in ran).count("01") <= sum(ran) * look / (0.8 * search_child.BURST)
+    assert not any(ran[:50]) and sum(ran) == pytest.approx(child.BUSY_SHARE * 20_000, rel=0.1)
+    assert "".join("01"[each] for each in ran).count("01") <= sum(ran) * look / (0.8 * child.BURST)
     assert duty.decide(False, look)
 
 
@@ -423,7 +421,7 @@ def test_priorities_are_those_of_the_name(priority: str) -> None:
 
 WAITS = """
 import asyncio, pickle, sys
-from engine.colocation.search_child import Turn, run_child
+from engine.machine.child import Turn, run_child
 function, arguments = pickle.load(sys.stdin.buffer)
 asyncio.run(run_child(function, *arguments, turns=(Turn("usual", 900.0),)))
 """

@@ -19,9 +19,9 @@ from engine.scheduling.selection import (
     pending_time,
     seconds_to_token,
 )
+from predictor.budget import Promise
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
-from predictor.promise import Promise
 
 SLO = Promise("", ttft=1.0, tbt=0.1)
 

@@ -12,8 +12,8 @@ from typing import Any, TextIO, cast
 from engine import __version__, openmp
 from engine.config import EngineConfig
 from engine.errors import ConfigError, TidemillError
+from engine.machine.child import TextOutput, dropping_stdout, open_streams, say
 from engine.machine.extras import install_command
-from engine.machine.output import TextOutput, dropping_stdout, open_streams, say
 from gateway.config import ServerConfig
 from tidemill.commands.batch import add_batch, add_server, positive, server_of
 from tidemill.flags import (

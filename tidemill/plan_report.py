@@ -11,8 +11,8 @@ from loadgen.plan import window_seconds
 from loadgen.simulation.planner import Answer, Arm, ObjectiveCheck
 from loadgen.stats import wilson
 from loadgen.traces import Trace
+from predictor.budget import DEFAULT_CLASS
 from predictor.features import BatchFeatures
-from predictor.promise import DEFAULT_CLASS
 from predictor.slo import Objective
 from tidemill.flags import command_line
 

@@ -15,8 +15,7 @@ from engine.limits import SchedulerConfig
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device, sweep_device
 from predictor.features import BatchFeatures, LatencyPredictor, Reach
 from predictor.fitting import RESIDUAL_FLOOR
-from predictor.model import LatencyModel, largest_chunk
-from predictor.samples import Sample, split_samples
+from predictor.model import LatencyModel, Sample, largest_chunk, split_samples
 
 Floats = NDArray[np.float64]
 

@@ -23,7 +23,7 @@ from loadgen.stats import stream
 from loadgen.traces import Trace
 from predictor.budget import BudgetParams
 from predictor.features import LatencyPredictor
-from predictor.samples import Sample
+from predictor.model import Sample
 
 ONLINE_ONLY = BudgetParams("hygen", 0.0)
 PREFIX_BACKLOG = 1000

@@ -25,7 +25,7 @@ from engine.execution.pool import HostMemory
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
 from engine.limits import SchedulerConfig
-from engine.machine.link import Link
+from engine.machine.child import Link
 from engine.models.checkpoint import load_layers
 from engine.models.linear import make_linear
 from engine.models.weights import DummyTensors, Gather, ResidentLayers, build_weights

@@ -5,8 +5,15 @@ parts. Apart from `engine.engine`, only this package imports both the scheduler 
 """
 
 from engine.build.join import build_engine, profile_key, stored_profile
-from engine.build.memory import READ_TOGETHER, host_bytes, scheduler_config
-from engine.build.plan import local_config, plan_launch, profile_folder, resolve_model
+from engine.build.plan import (
+    READ_TOGETHER,
+    host_bytes,
+    local_config,
+    plan_launch,
+    profile_folder,
+    resolve_model,
+    scheduler_config,
+)
 from engine.build.runner import build_runner
 from engine.colocation.waits import slo_warning
 

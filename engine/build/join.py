@@ -1,8 +1,11 @@
-"""Build an Engine from a runner, its latency profile, a scheduler, an SLO keeper and a grammar compiler.
+"""Settings of a checkpoint besides its model: sampling defaults for fields that a request does not set; embeddings.
+
+Build an Engine from a runner, its latency profile, a scheduler, an SLO keeper and a grammar compiler.
 
 The SLO controller is built here too; this is the only module of the engine that reads the calendar time.
 """
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -14,38 +17,95 @@ from pathlib import Path
 from typing import Any
 
 from engine import __version__
-from engine.api import DroppableLayers, EngineInfo, SamplingDefaults
-from engine.build.checkpoint_settings import read_embedding_spec, read_sampling_defaults
-from engine.build.memory import gib, scheduler_config
-from engine.build.plan import plan_launch, profile_folder
+from engine.api import DroppableLayers, EngineInfo, SamplingDefaults, SamplingParams
+from engine.build.plan import gib, plan_launch, profile_folder, scheduler_config
 from engine.build.runner import build_runner
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, normal_noise
-from engine.colocation.search_child import run_child
 from engine.colocation.tuner import BudgetTuner, LoadStore
 from engine.colocation.waits import initial_budget, slo_warning
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine import Engine
+from engine.errors import InvalidRequestError, ModelLoadError
 from engine.execution import backend as backends
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
-from engine.forms import EmbeddingSpec
+from engine.forms import EmbeddingSpec, Pooling
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
+from engine.machine.child import run_child
 from engine.machine.facts import BUS_RATE
 from engine.models.hub import OWN, TRANSFORMERS
-from engine.profiling.cache_costs import CacheTiers
-from engine.profiling.calibration import INSIDE_STRING, load_or_measure, load_profile
+from engine.models.spec import read_json
+from engine.profiling.calibration import INSIDE_STRING, CacheTiers, load_or_measure, load_profile
 from engine.scheduling.policies import find_policy
 from engine.scheduling.speculation import Speculation
 from engine.structured.compiler import GrammarCompiler
-from engine.structured.prover_client import Prover
-from engine.structured.ready import Grammars
+from engine.structured.ready import Grammars, Prover
 from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.slo import SLO
+
+FILE = "generation_config.json"
+
+
+def read_sampling_defaults(folder: Path) -> tuple[SamplingDefaults, str]:
+    """Return the defaults in `generation_config.json`, and a line for the log, empty if it gives none.
+
+    Values out of range are ignored.
+    """
+    try:
+        values = read_json(folder / FILE) if (folder / FILE).is_file() else {}
+    except ModelLoadError as error:
+        return SamplingDefaults(), f"sampling defaults: none, {error.message}"
+    given = {name: values[name] for name in SamplingDefaults._fields if values.get(name) is not None}
+    used = {name: value for name, value in given.items() if _is_valid(name, value)}
+    if not given:
+        return SamplingDefaults(), ""
+    told = ", ".join(f"{name} {value}" for name, value in used.items()) or "none"
+    ignored = ", ".join(f"{name} {given[name]!r}" for name in given.keys() - used)
+    told += f"; ignored: {ignored}" if ignored else ""
+    return SamplingDefaults(**used), f"sampling defaults: {told} ({FILE}; --generation-config none turns them off)"
+
+
+def _is_valid(name: str, value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+        return False
+    try:
+        SamplingParams(max_tokens=1, **{name: value})  # type: ignore[arg-type]
+    except InvalidRequestError:
+        return False
+    return True
+
+
+_MODES = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}
+
+
+def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec:
+    """Read the sentence-transformers configuration of a checkpoint; default to the last token's state, normalized."""
+    config = _read(folder / "1_Pooling" / "config.json")
+    if not isinstance(config, dict):
+        return EmbeddingSpec(Pooling.LAST, hidden_size, True, "there is no 1_Pooling/config.json")
+    modules = _read(folder / "modules.json")
+    names = [str(each.get("type", "")) for each in modules if isinstance(each, dict)] if modules else []
+    kinds = [name.rpartition(".")[2] for name in names]
+    asked = [name for name, value in config.items() if name.startswith("pooling_mode") and value is True]
+    unknown = [*(name for name in asked if name not in _MODES), *(kind for kind in kinds if kind == "Dense")]
+    if len(asked) != 1 or unknown:
+        why = f"1_Pooling/config.json: {', '.join(unknown or asked) or 'no pooling'} is not supported"
+        return EmbeddingSpec(None, hidden_size, False, why)
+    normalizes = "Normalize" in kinds or not kinds
+    return EmbeddingSpec(_MODES[asked[0]], hidden_size, normalizes, "1_Pooling/config.json")
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
 
 log = logging.getLogger("tidemill.engine")
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from engine.build.memory import gib, host_bytes, with_cache
-from engine.build.plan import profile_folder
+from engine.build.plan import gib, host_bytes, profile_folder, with_cache
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.execution import backend as backends

@@ -16,9 +16,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from engine.api import RequestClass
-from engine.cache.blocks import RECURRENT, CacheBlock, Tier, extend_hashes
+from engine.cache.blocks import RECURRENT, BlockPool, CacheBlock, Tier, extend_hashes
 from engine.cache.placement import restore_costs
-from engine.cache.pool import BlockPool
 from engine.limits import SchedulerConfig
 from engine.request import Request
 from predictor.features import LatencyPredictor

@@ -9,6 +9,7 @@ The host keeps its copy when a block is fetched back. A copy is published once i
 from collections.abc import Collection, Iterable, Sequence
 
 from engine.cache.blocks import (
+    BlockPool,
     CacheAction,
     CacheBlock,
     CacheEntry,
@@ -17,7 +18,6 @@ from engine.cache.blocks import (
     Tier,
 )
 from engine.cache.placement import restore_costs
-from engine.cache.pool import BlockPool
 from engine.limits import SchedulerConfig
 from predictor.features import LatencyPredictor
 

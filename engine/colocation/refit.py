@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.colocation.keeper import Colocation
-from engine.colocation.search_child import ChildError, run_child
+from engine.machine.child import ChildError, run_child
 from predictor.fitting import FEWEST, Refit, refit
 from predictor.profile import Profile
 

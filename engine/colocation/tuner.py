@@ -16,15 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.colocation.baseline import replay_alone, workload_of
-from engine.colocation.keeper import Colocation
+from engine.colocation.keeper import Colocation, replay_alone, workload_of
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, ReplayWindow, find_budget
-from engine.colocation.search_child import ChildError, run_child
+from engine.machine.child import ChildError, run_child
 from engine.speculation.trace import DraftTraces, read_traces
 from predictor.budget import BudgetParams
-from predictor.budget_search import SearchResult
-from predictor.budget_table import BudgetEntry, BudgetTable, Situation, cell_of, lowest_rate, upper_rate
+from predictor.budget_search import BudgetEntry, BudgetTable, SearchResult, Situation, cell_of, lowest_rate, upper_rate
 from predictor.features import BatchFeatures
 from predictor.load import LoadModel
 from predictor.profile import ProfileKey, write_atomically

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline import LOST_BUDGET_STEPS
-from predictor.budget import BudgetParams
+from predictor.budget import DEFAULT_CLASS, BudgetParams
 from predictor.features import BatchFeatures, LatencyPredictor, smallest_step
 from predictor.judge import MAX_AGE
 from predictor.model import LatencyModel
-from predictor.promise import DEFAULT_CLASS
 from predictor.slo import SLO
 
 BUDGET_SHARE = 0.8

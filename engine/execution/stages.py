@@ -24,7 +24,7 @@ from engine.arrays import IntArray
 from engine.errors import ConfigError
 from engine.execution.lookahead import BatchPiece, quickest
 from engine.execution.runner import Device, Runner
-from engine.machine.link import Link
+from engine.machine.child import Link
 from engine.models.decoder import Decoder
 from engine.models.weights import LayerWeights, ResidentLayers, matrices
 from engine.scheduling.output import Collect, SchedulerOutput

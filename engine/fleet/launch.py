@@ -26,9 +26,9 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.fleet.client import FleetClient
 from engine.flight import Flights
+from engine.machine.child import python_module
 from engine.machine.extras import install_command
 from engine.machine.facts import Resources, read_processor, share_out
-from engine.machine.processes import python_module
 from engine.process import frames
 from engine.process.client import EngineProcess, patience
 from engine.process.launcher import Child, ProcessEndpoint, ProcessOptions

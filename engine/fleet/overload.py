@@ -1,4 +1,10 @@
-"""Decide when engines that are short of memory become a pipeline, and when they separate again (KunServe §4.1, §4.4).
+"""Form pipelines of two engines, each with half of the layers and more memory for K and V (KunServe §4).
+
+A pipeline is formed and dissolved in steps, each an order to one or both engines that is answered when it is done. If a
+step fails, or the pipeline breaks later, both engines become whole again and compute the requests again from the tokens
+that the gateway holds. An engine that cannot become whole is restarted.
+
+Decide when engines that are short of memory become a pipeline, and when they separate again (KunServe §4.1, §4.4).
 
 A *group* is a set of engines that hold one copy of the model: an engine, or two that run it as a pipeline. Merging two
 engines makes one copy superfluous, and its bytes become cache. The decisions use the load reports of the engines, ten
@@ -7,14 +13,283 @@ per second.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from engine.api import LoadReport, PipelineStats
-from engine.fleet.pipelines import Pair, Pipelines
+from engine.api import DroppableLayers, LoadReport, PipelineStats
+from engine.errors import EngineUnavailableError, TidemillError
 from engine.fleet.routing import Member
+from engine.process import frames
+from engine.process.frames import FOLLOWER, LEADER, WHOLE, Layers, Order, Part, Past
+from engine.process.requests import OpenRequest
 
 log = logging.getLogger("tidemill.fleet")
+
+ORDER_SECONDS = 300.0
+"""Timeout of an order in seconds; an order may read weights from a disk."""
+
+
+class Pair:
+    """Two engines of a pipeline.
+
+    Attributes:
+        kept: The layers of the leader and of the follower.
+        num_units: Units of the pipeline.
+        num_fitting: Units of the pipeline that fit beside all layers.
+        undropped: Units of both engines with all layers.
+        lives: `Regrouping.life` of both engines when the pair was made.
+        settled: Whether the pipeline serves and no step of forming or dissolving it is under way.
+    """
+
+    def __init__(self, leader: Member, follower: Member) -> None:
+        self.leader, self.follower = leader, follower
+        sizes = [_sizes(member) for member in self.members]
+        half = round(sizes[0].num_layers / 2)
+        self.kept: tuple[Layers, Layers] = ((0, half), (half, sizes[0].num_layers))
+        parts = [(each, end - begin) for each, (begin, end) in zip(sizes, self.kept, strict=True)]
+        self.num_units = 2 * min(_units_beside(each, layers) // 2 for each, layers in parts)
+        self.num_fitting = 2 * min(each.num_units * each.num_layers // (2 * layers) for each, layers in parts)
+        self.undropped = sum(each.num_units for each in sizes)
+        self.lives = tuple(member.engine.regroup.life for member in self.members)
+        self.settled = False
+
+    @property
+    def members(self) -> tuple[Member, Member]:
+        return self.leader, self.follower
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether one of the processes has ended or has lost the other one."""
+        return any(
+            not member.engine.is_up or member.engine.regroup.life != life or member.engine.regroup.parted
+            for member, life in zip(self.members, self.lives, strict=True)
+        )
+
+    async def tell(self, member: Member, order: Order) -> tuple[Past, ...]:
+        """Send an order to an engine. Raise EngineUnavailableError if its process has ended or was restarted."""
+        regroup = member.engine.regroup
+        if not member.engine.is_up or regroup.life != self.lives[self.members.index(member)]:
+            raise EngineUnavailableError(f"engine {member.number} is gone")
+        async with asyncio.timeout(ORDER_SECONDS):
+            return await regroup.order(order)
+
+    async def tell_both(self, to_leader: Order, to_follower: Order) -> tuple[tuple[Past, ...], tuple[Past, ...]]:
+        """Send an order to each engine at the same time. Wait for both answers, then raise an error if any."""
+        return await _both(self.tell(self.leader, to_leader), self.tell(self.follower, to_follower))
+
+
+class Pipelines:
+    """The pipelines of a fleet. `changed` is called when a pair ends, which changes the routing."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.pairs: list[Pair] = []
+        self.drops = self.restores = self.failures = 0
+        self._changed = changed
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = False
+
+    def of(self, member: Member) -> Pair | None:
+        """Return the pair of an engine; None if it has none."""
+        return next((pair for pair in self.pairs if member in pair.members), None)
+
+    async def merge(self, leader: Member, follower: Member) -> bool:
+        """Make a pipeline of two engines. Return False if that failed and they are separate engines again."""
+        pair = Pair(leader, follower)
+        self.pairs.append(pair)
+        follower.away = True
+        done = await self._try(pair, self._merge)
+        leader.lose_cache()
+        self.drops += done
+        return done
+
+    async def split(self, pair: Pair) -> bool:
+        """Dissolve a pipeline. Return False if that failed; the engines then separate and compute requests again."""
+        await self._prepare(pair)
+        if not pair.settled:
+            return False  # the pipeline has broken in the meantime
+        pair.settled = False
+        done = await self._try(pair, self._split)
+        self.restores += done
+        if done:
+            self._end(pair)
+        return done
+
+    def look(self) -> None:
+        """Dissolve broken pipelines. Call it after any change of an engine."""
+        for pair in self.pairs:
+            if pair.settled and pair.is_broken and not self._stopped:
+                pair.settled = False
+                log.error("engines %d and %d are no pipeline any more", *(member.number for member in pair.members))
+                task = asyncio.create_task(self._break(pair), name="tidemill-pipeline")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Cancel all work on pipelines. The pipelines stay, because their processes are about to end."""
+        self._stopped = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _try(self, pair: Pair, way: Callable[[Pair], Awaitable[None]]) -> bool:
+        try:
+            await way(pair)
+        except (TidemillError, TimeoutError) as error:
+            log.warning("engines %d and %d: %s", *(member.number for member in pair.members), error or "no answer")
+            await self._break(pair)
+            return False
+        pair.settled = True
+        self.look()
+        return True
+
+    async def _merge(self, pair: Pair) -> None:
+        leader, follower = pair.leader.engine.regroup, pair.follower.engine.regroup
+        mine, theirs = pair.kept
+        await pair.tell_both(frames.Hold(closes=False), frames.Hold(closes=True))
+        await self._meet(pair)
+        led, followed = await pair.tell_both(frames.Stall(pair.num_units), frames.Detach())
+        led = _each_unit_once(led)  # the leader's pasts keep their unit numbers, which are valid on both engines
+        await pair.tell_both(
+            frames.Exchange((), _parts(led, theirs), _parts(followed, mine), first=True),
+            frames.Exchange(_parts(followed, theirs), _parts(followed, mine), _parts(led, theirs), first=False),
+        )
+        await pair.tell_both(
+            frames.Reform(mine, pair.num_units, schedules=True), frames.Reform(theirs, pair.num_units, schedules=False)
+        )
+        leader.join(follower.leave())
+        placed = await pair.tell(pair.leader, _attach(leader.accepted(), _tokens(followed)))
+        # The units of a leader's request that has ended may be in use again, so `placed` is written last.
+        await pair.tell_both(frames.WritePasts(placed), frames.WritePasts((*led, *placed)))
+        await pair.tell(pair.follower, frames.Go(FOLLOWER))
+        await pair.tell(pair.leader, frames.Go(LEADER, _ids((*led, *placed))))
+
+    async def _prepare(self, pair: Pair) -> None:
+        """Load the absent layers while the pipeline serves. If this fails, they are loaded during the pause."""
+        try:
+            if not await pair.tell(pair.leader, frames.Retire(pair.num_fitting)):
+                await pair.tell_both(frames.Prepare(pair.num_fitting), frames.Prepare(pair.num_fitting))
+        except (TidemillError, TimeoutError) as error:
+            log.warning("engines %d and %d: %s", *(member.number for member in pair.members), error or "no answer")
+
+    async def _split(self, pair: Pair) -> None:
+        leader, follower = pair.leader.engine.regroup, pair.follower.engine.regroup
+        mine, theirs = pair.kept
+        await pair.tell(pair.leader, frames.Hold(closes=False))
+        await pair.tell_both(frames.Dissolve(), frames.Dissolve())
+        pasts = await pair.tell(pair.leader, frames.Detach())
+        tokens = _tokens(pasts)
+        leaving = _half(leader.accepted(), tokens)
+        gone = [past for past in pasts if past.request_id in leaving]
+        kept = [past for past in pasts if past.request_id not in leaving]
+        await pair.tell_both(
+            frames.Exchange(_parts(kept, mine), _parts(gone, mine), _parts(kept, theirs), first=True),
+            frames.Exchange(_parts(gone, theirs), _parts(kept, theirs), _parts(gone, mine), first=False),
+        )
+        whole = (frames.Reform(None, _sizes(member).num_units, schedules=True) for member in pair.members)
+        await pair.tell_both(*whole)
+        follower.join(leader.leave(leaving))
+        placed = await pair.tell_both(_attach(leader.accepted(), tokens), _attach(follower.accepted(), tokens))
+        await pair.tell_both(*(frames.WritePasts(each) for each in placed))
+        await pair.tell_both(*(frames.Go(WHOLE, _ids(each)) for each in placed))
+
+    async def _meet(self, pair: Pair) -> None:
+        with tempfile.TemporaryDirectory(prefix="tidemill-", ignore_cleanup_errors=True) as folder:
+            path = str(Path(folder) / "link")
+            await pair.tell(pair.leader, frames.Meet(path, listens=True))
+            await pair.tell(pair.follower, frames.Meet(path, listens=False))
+
+    async def _break(self, pair: Pair) -> None:
+        """Make both engines whole again."""
+        self.failures += 1
+        await asyncio.gather(*(self._reset(member) for member in pair.members))
+        self._end(pair)
+
+    async def _reset(self, member: Member) -> None:
+        engine = member.engine
+        life = engine.regroup.life
+        if not engine.is_up:
+            return
+        try:
+            async with asyncio.timeout(ORDER_SECONDS):
+                await engine.regroup.reset(_sizes(member).num_units)
+        except (TidemillError, TimeoutError) as error:
+            if engine.regroup.life == life:
+                log.error("engine %d cannot be made whole (%s): it is started again", member.number, error)
+                engine.kill()
+
+    def _end(self, pair: Pair) -> None:
+        for member in pair.members:
+            member.lose_cache()
+        pair.follower.away = False
+        self.pairs.remove(pair)
+        self._changed()
+
+
+def _sizes(member: Member) -> DroppableLayers:
+    sizes = member.engine.info.droppable
+    assert sizes is not None, "the engine's layers cannot be dropped"
+    return sizes
+
+
+def _units_beside(sizes: DroppableLayers, layers: int) -> int:
+    """Return the cache units of an engine that keeps `layers` of its layers."""
+    room = sizes.num_units * sizes.num_layers * sizes.unit_layer_bytes
+    return int((room + (sizes.num_layers - layers) * sizes.layer_bytes) / (layers * sizes.unit_layer_bytes))
+
+
+async def _both(
+    one: Awaitable[tuple[Past, ...]], other: Awaitable[tuple[Past, ...]]
+) -> tuple[tuple[Past, ...], tuple[Past, ...]]:
+    first, second = await asyncio.gather(one, other, return_exceptions=True)
+    for found in (first, second):
+        if isinstance(found, BaseException):
+            raise found
+    assert isinstance(first, tuple) and isinstance(second, tuple)
+    return first, second
+
+
+def _each_unit_once(pasts: Iterable[Past]) -> tuple[Past, ...]:
+    """Remove units that an earlier past contains: requests with equal prefixes share units."""
+    seen: set[int] = set()
+    found = []
+    for past in pasts:
+        found.append(past._replace(units=tuple(unit for unit in past.units if unit not in seen)))
+        seen.update(past.units)
+    return tuple(found)
+
+
+def _parts(pasts: Iterable[Past], layers: Layers) -> tuple[Part, ...]:
+    return tuple(Part(past.request_id, past.units, layers) for past in pasts)
+
+
+def _tokens(pasts: Iterable[Past]) -> dict[str, int]:
+    return {past.request_id: past.num_tokens for past in pasts}
+
+
+def _ids(pasts: Iterable[Past]) -> tuple[str, ...]:
+    return tuple(past.request_id for past in pasts)
+
+
+def _attach(entries: Iterable[OpenRequest], tokens: Mapping[str, int]) -> frames.Attach:
+    return frames.Attach(tuple((entry.resumed(), tokens.get(entry.request.request_id, 0)) for entry in entries))
+
+
+def _half(entries: Sequence[OpenRequest], tokens: Mapping[str, int]) -> set[str]:
+    """Return the ids of the requests that move to the follower, so that both engines hold about as many tokens.
+
+    The first request stays.
+    """
+    load, leaving = [0, 0], set()
+    for entry in entries:
+        size = tokens.get(entry.request.request_id) or len(entry.request.prompt_token_ids)
+        to = int(load[1] < load[0])
+        load[to] += size
+        if to:
+            leaving.add(entry.request.request_id)
+    return leaving
+
 
 LOOK_SECONDS = 0.1
 FALLING = 1.0

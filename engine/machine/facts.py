@@ -1,20 +1,118 @@
-"""Facts about the machine: cores, features, copy rate, free memory. Reads /proc and `cgroups`; torch-free.
+"""Facts about the machine: cores, features, copy rate, free memory, and the limits of control groups. Torch-free.
 
-Where the system gives no information (other than Linux), defaults are conservative.
+Every group from the process's own up to the root of the mount may set limits: systemd services, Slurm jobs and
+containers set them below the root. The tightest one applies. Where the system gives no information (other than Linux),
+defaults are conservative.
 """
 
 import os
 import platform
 import re
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from engine.errors import ConfigError
-from engine.machine import cgroups
+
+CGROUP_ROOT = Path("/")
+"""Folder that contains `proc` and `sys`."""
+
+
+def quota_processors() -> float | None:
+    """Return the tightest CPU quota as a number of processors; None without one."""
+    quotas = [quota for folder in _groups("cpu") if (quota := _group_quota(folder)) is not None]
+    return min(quotas, default=None)
+
+
+def group_memory() -> int | None:
+    """Return the bytes left by the tightest memory limit; None without one.
+
+    Inactive files in the page cache count as used but can be reclaimed. They are added back, so that a checkpoint that
+    was read before does not reduce the result.
+    """
+    amounts = [amount for folder in _groups("memory") if (amount := _free(folder)) is not None]
+    return min(amounts, default=None)
+
+
+def read_entry(path: Path, name: str) -> int | None:
+    """Return the number after `name` at the start of a line; None if there is none."""
+    try:
+        return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(name))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+
+
+def _group_quota(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        found = [_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        quota, period = map(str, found)
+    if quota in {"max", "None", "-1"} or not period.isdigit() or not int(period):
+        return None
+    return int(quota) / int(period)
+
+
+def _free(folder: Path) -> int | None:
+    """Return the bytes left in one group. Above `memory.high` the kernel reclaims and slows the processes down."""
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+    limits = [limit for name in names if (limit := _number(folder / name)) is not None]
+    current, usage = (_number(folder / name) for name in ("memory.current", "memory.usage_in_bytes"))
+    used = usage if current is None else current
+    if not limits or used is None:
+        return None
+    stat = folder / "memory.stat"
+    # In version 1 the total includes the children.
+    inactive = read_entry(stat, "total_inactive_file ") or read_entry(stat, "inactive_file ") or 0
+    return max(0, min(limits) - max(0, used - inactive))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # "max"
+        return None
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's groups that may limit `controller`, from its own group upward."""
+    own = dict(_own_groups())
+    for root, mount, controllers in _mounts():
+        name = controller if controller in controllers else ""
+        if name in own and (name or not controllers):
+            group = PurePosixPath(own[name])
+            inside = group.relative_to(root) if group.is_relative_to(root) else group.relative_to("/")
+            folder = mount / inside
+            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(mount))
+
+
+def _own_groups() -> Iterator[tuple[str, str]]:
+    """Yield each controller with the path of this process's group; the name of version 2 is ""."""
+    for line in _lines("proc/self/cgroup"):
+        _number_of_hierarchy, names, path = line.split(":", 2)
+        yield from ((name, path) for name in names.split(","))
+
+
+def _mounts() -> Iterator[tuple[str, Path, frozenset[str]]]:
+    """Yield the group at the root, the folder and the options (controllers) of each mount; none for version 2."""
+    for line in _lines("proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        kind, _source, options = after.split(" ", 2)
+        if kind in {"cgroup", "cgroup2"}:
+            root, mount = (word.replace("\\040", " ") for word in before.split()[3:5])
+            controllers = frozenset(options.split(",") if kind == "cgroup" else ())
+            yield root, CGROUP_ROOT / mount.lstrip("/"), controllers
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return (CGROUP_ROOT / path).read_text().splitlines()
+    except OSError:
+        return []
+
 
 BUS_RATE = 64e9
 """Upper bound in bytes/s of copies between a device and the host (PCIe 5.0 x16, one direction)."""
@@ -114,7 +212,7 @@ def _fields(block: str) -> dict[str, str]:
 
 def _quota() -> int | None:
     """Return the number of whole processors of this process's CPU quota; None without one."""
-    quota = cgroups.processors()
+    quota = quota_processors()
     return None if quota is None else max(1, int(quota))
 
 
@@ -189,6 +287,6 @@ def _cores(cpuinfo: str) -> list[list[int]]:
 
 def available_memory() -> int:
     """Return the bytes available to this process: those of the machine, or of its control groups if fewer."""
-    kib = cgroups.entry(_MEMINFO, "MemAvailable:")
+    kib = read_entry(_MEMINFO, "MemAvailable:")
     machine = None if kib is None else 1024 * kib
-    return min((amount for amount in (machine, cgroups.free_memory()) if amount is not None), default=_FALLBACK)
+    return min((amount for amount in (machine, group_memory()) if amount is not None), default=_FALLBACK)

@@ -30,12 +30,11 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.flight import FlightRecorder
-from engine.machine.output import say
-from engine.machine.processes import serve_socket, settle
+from engine.machine.child import say, serve_socket, settle
 from engine.panics import as_error
 from engine.process import frames
 from engine.process.frames import Past
-from engine.process.link import Connection
+from engine.process.life import Connection
 from engine.process.stage import PipelineStage
 from engine.process.suspects import START, SYSTEM, is_of_system, start_error
 

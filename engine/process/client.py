@@ -30,8 +30,7 @@ from engine.flight import FAILED_STEP
 from engine.limits import QueueTime
 from engine.process import frames
 from engine.process.launcher import Launcher, ProcessOptions
-from engine.process.life import RETRY_AFTER, ProcessLife
-from engine.process.link import GoneError, ProcessLink, Regrouping
+from engine.process.life import RETRY_AFTER, GoneError, ProcessLife, ProcessLink, Regrouping
 from engine.process.requests import DeathJudge, OpenRequest, Requests, RestartPolicy, hand_over, take_over
 from engine.process.totals import Figures
 from engine.stream import RequestStream

@@ -24,8 +24,8 @@ from engine.api import (
 )
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
+from engine.machine.child import HEADER, framed
 from engine.machine.facts import Resources
-from engine.machine.link import HEADER, framed
 from engine.process.suspects import START
 
 Layers = tuple[int, int]

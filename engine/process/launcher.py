@@ -29,8 +29,8 @@ from engine.errors import ConfigError, EngineUnavailableError
 from engine.flight import Flights
 from engine.loop.watchdog import StepLimits
 from engine.machine.activity import Activity, read_activity
+from engine.machine.child import python_module, start_process, starter
 from engine.machine.facts import Resources, available_memory
-from engine.machine.processes import python_module, start_process, starter
 from engine.process import frames
 from engine.process.requests import RestartPolicy
 from engine.process.suspects import start_error

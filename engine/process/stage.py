@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from engine.api import EngineRequest
 from engine.engine import Engine, OutputSink
 from engine.errors import EngineUnavailableError, TidemillError
-from engine.machine.link import Link, LinkLostError
+from engine.machine.child import Link, LinkLostError
 from engine.process import frames
 from engine.process.frames import FOLLOWER, LEADER, WHOLE, Order, Part, Past
 from engine.scheduling.moving import MovedRequest

@@ -33,8 +33,8 @@ from engine.cache.blocks import COMPACT, CacheKind, count_units
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.waiting import Start, columns_of
+from predictor.budget import DEFAULT_CLASS, Promise
 from predictor.features import BatchFeatures, LatencyPredictor
-from predictor.promise import DEFAULT_CLASS, Promise
 
 ROUNDING = 1e-9
 

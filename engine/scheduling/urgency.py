@@ -37,8 +37,8 @@ from engine.request import Request
 from engine.scheduling.objective import EASY_SHARE, StepObjective
 from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import by_age, fcfs
+from predictor.budget import DEFAULT_OUTPUT
 from predictor.features import BatchFeatures, LatencyPredictor
-from predictor.promise import DEFAULT_OUTPUT
 
 FLOOR_SHARE = 0.8
 """Share of the TBT limit that a step with a floor chunk is expected to take.

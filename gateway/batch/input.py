@@ -29,7 +29,7 @@ import orjson
 from anyio import to_process
 
 from engine.errors import InvalidRequestError
-from engine.machine.processes import die_with_parent
+from engine.machine.child import die_with_parent
 from gateway.generate.validation import param_name
 from gateway.http.errors import ApiError
 from gateway.http.json_text import RoundedNumber, TooMuchJson, check_numbers, load_json

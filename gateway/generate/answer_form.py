@@ -18,7 +18,7 @@ import orjson
 
 from engine.errors import InvalidRequestError
 from engine.forms import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, ThinkingBudget, ThoughtMarks
-from engine.text.folding import text_of
+from engine.text.chat_template import text_of
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.grammars import Function, Lark, form_rule, quoted

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from engine.api import EngineClient, FinishReason, OutputStream, RequestOutput, TokenLogprobs
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.panics import as_error
-from engine.text.stopping import OutputTextStream
+from engine.text.detokenizer import OutputTextStream
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import OutputDelta, ParsedText, Parsing
 from gateway.generate.params import GenerationPlan

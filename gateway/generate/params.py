@@ -33,7 +33,7 @@ from gateway.generate.wire import (
 )
 from gateway.http.errors import ApiError
 from gateway.http.keys import Key
-from predictor.promise import DEFAULT_CLASS, Promise
+from predictor.budget import DEFAULT_CLASS, Promise
 from predictor.slo import SLO
 
 CLASS_HEADER = "x-gateway-inference-objective"

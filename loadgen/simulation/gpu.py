@@ -13,13 +13,12 @@ import random
 from dataclasses import dataclass, field
 
 from engine.limits import UNITS_PER_BLOCK, Limits, SchedulerConfig
-from engine.profiling.sweep import StepShape, run_sweep
+from engine.profiling.calibration import StepShape, run_sweep
 from engine.scheduling.output import Chunk, Collect, ModelRunnerOutput, SchedulerOutput
 from predictor.features import Reach
 from predictor.fitting import fit
-from predictor.model import LatencyModel
+from predictor.model import LatencyModel, Sample, split_samples
 from predictor.profile import FEW_TOKENS, MANY_TOKENS, MEMORY_RATE, CacheCosts, affine
-from predictor.samples import Sample, split_samples
 
 GIB = 1024**3
 

@@ -25,7 +25,7 @@ from loadgen.simulation.policies import find_policy
 from loadgen.stats import nearest_rank
 from loadgen.traces import Content, Trace
 from loadgen.workloads import Workload
-from predictor.promise import Promise
+from predictor.budget import Promise
 
 Floats = NDArray[np.float64]
 Metrics = dict[str, float]

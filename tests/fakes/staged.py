@@ -9,7 +9,7 @@ from typing import Any
 from fakes.runner import FakeRunner, _Cell
 
 from engine.cache.blocks import Tier
-from engine.machine.link import Link, LinkLostError
+from engine.machine.child import Link, LinkLostError
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
 LAYERS = 4

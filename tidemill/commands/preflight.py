@@ -17,9 +17,9 @@ from typing import Any
 from engine import __version__, openmp
 from engine.config import EngineConfig, parse_adapters
 from engine.errors import ConfigError
+from engine.machine.child import say
 from engine.machine.extras import install_command
 from engine.machine.facts import available_memory, read_processor, share_out
-from engine.machine.output import say
 from engine.refusals import check_combinations
 from gateway.config import ServerConfig
 from predictor.slo import SLO

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine import __version__
 from engine.config import EngineConfig, parse_adapters
+from engine.machine.child import say
 from engine.machine.folders import adopt
-from engine.machine.output import say
 from gateway.config import ServerConfig
 from gateway.models import ModelNames
 from tidemill.flags import flags_of, given, resolve_configs, unknown_variables

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from predictor.features import BatchFeatures
 from predictor.fitting import FEWEST, Refit, error_of, fit, refit
-from predictor.model import LatencyModel
+from predictor.model import LatencyModel, Sample, split_samples
 from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileError, ProfileKey
-from predictor.samples import Sample, split_samples
 
 log = logging.getLogger("vllm.tidemill")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from predictor.breaker import CircuitBreaker
+from predictor.budget import DEFAULT_CLASS, Promise
 from predictor.judge import Judge, Served, attainment_of
-from predictor.promise import DEFAULT_CLASS, Promise
 from predictor.slo import SLO, SLOError
 
 OPTION = "tidemill"

@@ -21,8 +21,7 @@ from statistics import median
 from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.runner import Runner
 from engine.limits import UNITS_PER_BLOCK, Limits
-from engine.profiling.calibration import ShapeRunner
-from engine.profiling.sweep import StepShape
+from engine.profiling.calibration import ShapeRunner, StepShape
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 
 WORTH = 1.05
