@@ -2,13 +2,20 @@
 
 import signal
 
+import pytest
 from cpu_limit import pytest_runtest_makereport, pytest_runtest_protocol
 from fixtures import cache_folder, depth, postgres, postgres_server, start_server, tokenizer
+from support.fuzz import mark_random_tests
 
 __all__ = [
     "cache_folder", "depth", "postgres", "postgres_server", "pytest_runtest_makereport", "pytest_runtest_protocol",
     "start_server", "tokenizer",
 ]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_random_tests(items)
+
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell ignores SIGINT in its background jobs, and the processes that tests interrupt inherit that.

@@ -21,6 +21,7 @@ import tokenizer_folders
 from blockbuster import BlockBuster
 from fake_engine import FakeEngine, Script, Served, say, serve
 from postgres_server import PostgresServer, start_postgres
+from support.fuzz import examples
 
 from engine.api import EngineRequest
 from engine.text.tokenizer import Tokenizer
@@ -30,9 +31,8 @@ _numbers = count()
 
 # The same examples in every run, so that a change is judged by its effects. FUZZ=1 draws new ones: the search for
 # faults is a run of its own, and its findings become tests.
-hypothesis.settings.register_profile("repeatable", derandomize=True)
-if not os.environ.get("FUZZ"):
-    hypothesis.settings.load_profile("repeatable")
+hypothesis.settings.register_profile("repeatable", derandomize=not os.environ.get("FUZZ"), max_examples=examples(100))
+hypothesis.settings.load_profile("repeatable")
 
 # Each client would read the certificates of the system anew, which takes 30 ms of CPU time.
 for _transport in (httpx._transports.default, httpx2._transports.default):

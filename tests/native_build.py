@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
+from support.fuzz import FULL
 
 from engine.execution.cpu.native import LIBRARY
 from engine.execution.cpu.native.library import Level, Library, Team
@@ -88,6 +89,11 @@ def library_of(level: Level) -> Library:
 
 @cache
 def emulating_library() -> Library:
-    """One that has all levels: emulated in AVX-512, and that in AVX2, as far as the processor goes."""
+    """Return a library with all levels, emulated in AVX-512, and that in AVX2, as far as the processor goes.
+
+    Its build takes a minute of processor time: tests skip here by default.
+    """
+    if not FULL:
+        pytest.skip("instructions of other processors: make test-all")
     wide = Level.AVX512 in native_library().levels()
     return Library(build("-DTIDE_EMULATE", *(() if wide else ("-DTIDE_EMULATE_WIDE", "-Wno-psabi", "-O1"))))

@@ -26,6 +26,7 @@ from predictor.breaker import (
 )
 
 ATTAINMENT = 0.99
+SEEDS = 8
 OPEN, HALF_OPEN, CLOSED = BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED
 
 
@@ -64,13 +65,13 @@ def alarms(allowed: float, share: float, requests: int, seed: int) -> int:
 @pytest.mark.parametrize("allowed", [0.01, 0.05, 0.1, 0.5])
 def test_false_alarms_are_bounded_at_the_very_edge_of_the_promise(allowed: float) -> None:
     requests = 5_000
-    found = sum(alarms(allowed, allowed, requests, seed) for seed in range(20))
-    assert found <= 2 * FALSE_ALARMS * requests * 20, "the bound, twice over for chance"
+    found = sum(alarms(allowed, allowed, requests, seed) for seed in range(SEEDS))
+    assert found <= 2 * FALSE_ALARMS * requests * SEEDS, "the bound, twice over for chance"
 
 
 @pytest.mark.parametrize(("share", "within"), [(1.0, 4), (0.5, 40), (0.1, 400), (0.05, 2000)])
 def test_more_misses_than_promised_are_found(share: float, within: int) -> None:
-    assert all(alarms(0.01, share, within, seed) for seed in range(20))
+    assert all(alarms(0.01, share, within, seed) for seed in range(SEEDS))
 
 
 def test_old_good_requests_buy_nothing() -> None:
@@ -103,7 +104,7 @@ def excess_alarms(draw: Callable[[random.Random], float], requests: int, seed: i
     ids=["normal", "exponential", "lognormal", "percentile"],
 )
 def test_a_mean_on_its_bound_gives_next_to_no_alarm(draw: Callable[[random.Random], float]) -> None:
-    assert sum(excess_alarms(draw, 2_000, seed) for seed in range(10)) <= 2
+    assert sum(excess_alarms(draw, 2_000, seed) for seed in range(5)) <= 2
 
 
 @pytest.mark.parametrize(
@@ -112,13 +113,13 @@ def test_a_mean_on_its_bound_gives_next_to_no_alarm(draw: Callable[[random.Rando
     ids=["all late", "twice", "two fifths over, exponential"],
 )
 def test_a_mean_over_its_bound_is_found(draw: Callable[[random.Random], float], within: int) -> None:
-    assert all(excess_alarms(draw, within, seed) for seed in range(10))
+    assert all(excess_alarms(draw, within, seed) for seed in range(5))
 
 
 # The breaker
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.1, 0.3, 0.5, 0.6, 0.7, 1.0, 10.0])
+@pytest.mark.parametrize("rate", [0.01, 0.5, 10.0])
 def test_it_opens_at_any_rate(rate: float) -> None:
     """Every request late beside offline work: it must not take a crowd to see it."""
     breaker = CircuitBreaker(ATTAINMENT)
@@ -138,7 +139,7 @@ def test_it_stays_open_for_most_of_a_time_in_which_every_request_would_be_late(r
     assert exposed / (1800 * rate) < 0.1
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_healthy_stream_never_opens_it(seed: int) -> None:
     """Two hours at 2 requests/s, half as many misses as the SLO allows, means below their bounds, noisy steps."""
     generator, breaker = random.Random(seed), CircuitBreaker(ATTAINMENT)

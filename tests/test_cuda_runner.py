@@ -10,8 +10,9 @@ import torch
 from cuda_engine import CudaDriver, make_driver
 from devices import pool_of
 from driver import make_request, submit_one
+from support.tables import mostly_slow
 from test_runner import POISON, SAMPLED, check_greedy, crowd, make_decoder, run_in_waves, solo
-from tiny_models import FAMILY_CASES, model_folder
+from tiny_models import FAMILY_CASES, FEW_FAMILIES, model_folder
 
 from engine.api import EngineInfo, FinishReason, SamplingParams
 from engine.arrays import IntArray
@@ -50,7 +51,7 @@ def sampled_by_the_host(*_: object) -> NoReturn:
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in FAMILY_CASES if name != "mistral"] + ["neox-sequential-tied", "qwen2-window"],
+    mostly_slow([*FAMILY_CASES, "neox-sequential-tied", "qwen2-window"], FEW_FAMILIES),
 )
 def test_every_family_equals_the_cpu_path(name: str) -> None:
     """Against the decoder, held by its own tests against transformers; partial rotation and absolute positions too."""
@@ -80,7 +81,7 @@ def test_a_request_that_stops_costs_one_step_and_disturbs_nobody() -> None:
         check_greedy(decoder, request, driver.outputs[request.request_id])
 
 
-@pytest.mark.parametrize("num_blocks", [200, 16])
+@pytest.mark.parametrize("num_blocks", mostly_slow([200, 16], [16]))
 def test_repeated_steps_equal_full_uploads(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token for token and in all inputs; in the small pool with preemptions."""
     decoder, repeats, counts = make_decoder(), RepeatedStep.repeats, []

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import examples
 
 import engine.models.demo
 from engine.errors import InvalidRequestError
@@ -113,7 +114,7 @@ def larger(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.recursive(LEAVES, larger, max_leaves=5))
 def test_a_schema_is_refused_at_once_or_every_answer_can_end(schema: Any) -> None:
     try:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import examples
 
 from engine.api import EngineRequest, SamplingParams
 from engine.core import EngineCore
@@ -133,7 +134,7 @@ def test_an_answer_that_did_not_complete_helps_nothing() -> None:
     proposer.finish("unknown", True)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), TEXT, st.booleans()), max_size=12))
 def test_a_draft_is_a_continuation_within_its_own_sources(
     requests: list[tuple[int, int, list[int], bool]],
@@ -158,7 +159,7 @@ def test_a_draft_is_a_continuation_within_its_own_sources(
             answers.append(((tenant, job), own))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.sampled_from(GRAMS), st.integers(1, MAX_DRAFT), st.integers(0, MAX_DRAFT)), max_size=80))
 def test_survival_never_increases_with_the_position(outcomes: list[tuple[int, int, int]]) -> None:
     acceptance = Acceptance()

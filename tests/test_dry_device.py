@@ -10,8 +10,9 @@ import pytest
 import torch
 from devices import pool_of
 from dry_device import META, DryDevice, WouldCompileError, WouldWaitError, dry_device
+from support.tables import mostly_slow
 from test_cuda_runner import MetaTensors
-from tiny_models import FAMILY_CASES, model_folder
+from tiny_models import FAMILY_CASES, FEW_FAMILIES, model_folder
 
 from engine.api import SamplingParams
 from engine.arrays import IntArray
@@ -166,7 +167,7 @@ def kinds_of(spec: ModelSpec, *, int8: bool = False) -> list[str]:
     return [kind for kind in KINDS if kind not in left_out]
 
 
-@pytest.mark.parametrize("name", FAMILY_CASES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILY_CASES, FEW_FAMILIES))
 def test_no_step_waits_for_the_device_or_the_compiler(name: str) -> None:
     spec = load_spec(model_folder(name))
     with dry_device() as dry:
@@ -231,8 +232,8 @@ def test_a_repeated_step_uploads_the_changed_blocks_only() -> None:
         assert sizes[2:4] == [4, 4 + 2 * 2 * len(runner.device.tables.tables)] and min(sizes[4:]) > 100
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("name", ["llama-gqa2", "neox", "gemma3"])
+@pytest.mark.parametrize("graphs", mostly_slow([True, False], [True]))
+@pytest.mark.parametrize("name", mostly_slow(["llama-gqa2", "neox", "gemma3"], ["llama-gqa2"]))
 def test_decodes_with_adapters_replay_a_graph(name: str, graphs: bool) -> None:
     """One for rows of any adapters and of none, which launches, copies and waits for as much as one without. Prompts
     among such rows run without, and so do rows of an adapter that no slot holds."""

@@ -29,7 +29,7 @@ from engine.models.decoder import Decoder
 from engine.scheduling.output import NewRequest, SchedulerOutput
 from engine.triton_kernels import twins
 
-pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(900)]  # the first test may have to build the library
 
 BLOCK = 16
 KINDS = [torch.float32, torch.float16, torch.bfloat16]

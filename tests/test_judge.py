@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import examples
 
 from predictor.judge import MAX_AGE, SLACK, WINDOW, Judge, Served, aggregate, excess, excess_over
 from predictor.slo import SLO
@@ -87,7 +88,7 @@ requests = st.lists(
 
 
 @given(requests, st.sampled_from(["ttft_mean", "ttft_p95", "tbt_mean", "tbt_p90", "tpot_mean", "tpot_p50"]))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_the_sum_of_excesses_says_what_the_aggregate_says(spans: list[tuple[float, list[float]]], key: str) -> None:
     """O(1) sums against the definition, on both sides of every value that occurs."""
     objective = SLO.parse(f"{key}=10%").objectives[0]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import examples
 
 from engine.triton_kernels import configs, triton_kernels, twins
 from engine.triton_kernels.work import DecodeWork, PrefillWork
@@ -74,7 +75,7 @@ def test_kernels_equal_their_twins_on_a_gpu(names: tuple[str, ...]) -> None:
     tile=st.sampled_from([16, 32, 64, 128]),
     min_split=st.sampled_from([1, 64, 256]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_decode_work_covers_every_context_once(
     lengths: list[int], spare_requests: int, spare_items: int, tile: int, min_split: int
 ) -> None:
@@ -111,7 +112,7 @@ def test_decode_work_uses_its_room() -> None:
     chunks=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 3000)), min_size=0, max_size=20),
     tile=st.sampled_from([9, 18, 32, 128]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_prefill_work_covers_every_token_once(chunks: list[tuple[int, int]], tile: int) -> None:
     lengths = np.array([length for length, _ in chunks], np.int32)
     first = np.cumsum(lengths) - lengths
@@ -136,7 +137,7 @@ def test_prefill_work_covers_every_token_once(chunks: list[tuple[int, int]], til
     tile=st.sampled_from([16, 64, 128]),
     slots=st.integers(1, 40),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_prefill_work_splits_long_pasts(chunks: list[tuple[int, int]], size: int, tile: int, slots: int) -> None:
     """Every token reads its context once; splits have rows of the partial results of their own, merges find them."""
     lengths = np.array([length for length, _ in chunks], np.int32)

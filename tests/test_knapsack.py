@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import examples
 
 from engine.scheduling import selection
 from engine.scheduling.selection import Columns, Selection
@@ -91,7 +92,7 @@ def one_ratio(draw: st.DrawFn) -> list[Candidate]:
 rhos = st.sampled_from([0.0, 0.001, 0.01, 0.05, 0.3])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(one_ratio(), st.integers(0, 120), st.integers(0, 9), rhos)
 def test_at_least_half_of_the_optimum(candidates: list[Candidate], capacity: int, live: int, rho: float) -> None:
     penalty = live * rho
@@ -102,7 +103,7 @@ def test_at_least_half_of_the_optimum(candidates: list[Candidate], capacity: int
     assert selection == choose(candidates, capacity, live=live, rho=rho)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(one_ratio(), st.integers(0, 9), rhos)
 def test_who_fits_runs_from_kv_in_the_given_order(candidates: list[Candidate], live: int, rho: float) -> None:
     demand = sum(candidate.kv_units for candidate in candidates)
@@ -111,7 +112,7 @@ def test_who_fits_runs_from_kv_in_the_given_order(candidates: list[Candidate], l
     assert selection.units == demand
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(values, blocks), min_size=1, max_size=9), st.integers(0, 60))
 def test_compact_is_refused_when_it_saves_nothing(rows: list[tuple[float, int]], capacity: int) -> None:
     for ratio in (2, 4):  # r = 1 and r = 2
@@ -122,7 +123,7 @@ def test_compact_is_refused_when_it_saves_nothing(rows: list[tuple[float, int]],
         assert selection == choose(none, capacity, live=3, rho=0.0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 10), st.integers(1, 9), st.floats(0.1, 5.0), st.integers(0, 90), st.integers(1, 60))
 def test_more_capacity_is_never_worse_among_equals(
     size: int, count: int, value: float, capacity: int, more: int

@@ -12,7 +12,7 @@ from fakes.runner import FakeRunner
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from integrity import check_core
-from support.fuzz import machine_test
+from support.fuzz import examples, machine_test
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams, TokenCosts
 from engine.errors import QueueFullError
@@ -119,7 +119,7 @@ def test_batches_keep_their_floor_beside_endless_flex() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_lane_starves(data: st.DataObject) -> None:
     """Whatever arrives above it, a request that waits is admitted before 1 / LANE_FLOOR times its price, and that of
     the dearest other, was spent on the lanes above."""
@@ -183,7 +183,7 @@ def test_nobody_saves_service_up_or_sheds_a_debt() -> None:
     concurrency=st.integers(1, 16),
 )
 @example("psm", 200, 1, 16)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_two_tenants_with_unequal_backlogs_get_equal_service(
     policy: str, backlog: int, seed: int, concurrency: int
 ) -> None:

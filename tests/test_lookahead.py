@@ -2,6 +2,7 @@
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
+from support.fuzz import examples
 
 from benchmarks.simulated_fleet.overload import by_tokens
 from engine.execution.lookahead import BatchPiece, balanced, cost, quickest
@@ -27,7 +28,7 @@ def tokens_of(batches: list[list[BatchPiece]]) -> list[tuple[int, int]]:
     return [(item, start + i) for batch in batches for item, start, length in batch for i in range(length)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(batch=pieces, stages=st.integers(1, 5), least=st.integers(1, 600))
 def test_micro_batches_hold_every_token_once_and_in_order(batch: list[BatchPiece], stages: int, least: int) -> None:
     for found in (balanced(batch, MODEL, stages=stages, min_tokens=least), by_tokens(batch, stages)):
@@ -36,7 +37,7 @@ def test_micro_batches_hold_every_token_once_and_in_order(batch: list[BatchPiece
     assert len(balanced(batch, MODEL, stages=1, min_tokens=tokens)) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(batch=pieces)
 def test_both_halves_cost_the_same_up_to_one_grain(batch: list[BatchPiece]) -> None:
     found = balanced(batch, MODEL, stages=2, min_tokens=10**9)

@@ -19,7 +19,7 @@ from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.models.attention import Manner
 
-pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(900)]  # the first test may have to build the library
 
 LENGTH, BLOCK, ROWS = 1200, 16, 3
 

@@ -33,7 +33,7 @@ from engine.models.quantized import (
     quantize_weight,
 )
 
-pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(900)]  # the first test may have to build the library
 
 BF16 = torch.bfloat16
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

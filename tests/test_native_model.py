@@ -28,7 +28,7 @@ from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights, torch_dtype
 
-pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(900)]  # the first test may have to build the library
 
 T = TypeVar("T")
 ROWS, LENGTH, VOCAB = 6, 120, 97

@@ -32,7 +32,7 @@ from engine.execution.cpu.native.library import (
 )
 from engine.execution.cpu.native.linear import Native, NativeLinear, rows_for, stride_of
 
-pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(900)]  # the first test may have to build the library
 
 BF16 = torch.bfloat16
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -14,7 +14,7 @@ from native_build import library_file, library_of, native_library
 from engine.execution.cpu.native.library import Level, Team
 from engine.execution.cpu.native.linear import Native, NativeLinear
 
-pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(900)]  # the first test may have to build the library
 
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHT = torch.randn(300, 64, generator=GENERATOR)

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import examples
 
 from engine.cache.blocks import CacheKind
 from engine.cache.placement import BlockPlace, Move, PastRun, RestoreCosts, recompute_costs, release_units
@@ -74,7 +75,7 @@ all_costs = st.builds(RestoreCosts, seconds, seconds, seconds)
 some_pasts = st.lists(st.builds(past, st.integers(1, 2), st.sampled_from(HELD)), min_size=1, max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(some_pasts, st.data(), all_costs)
 def test_dearer_than_the_best_by_one_block_at_most(
     pasts: list[PastRun], data: st.DataObject, costs: RestoreCosts
@@ -91,7 +92,7 @@ def test_dearer_than_the_best_by_one_block_at_most(
     assert moves == release_units(pasts, units, 100, costs)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(some_pasts, st.data(), all_costs, st.integers(0, 4))
 def test_a_full_host_is_never_overfilled(
     pasts: list[PastRun], data: st.DataObject, costs: RestoreCosts, host_room: int

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import examples
 
 from engine.limits import Limits
 from engine.profiling.calibration import StepShape, anchor_shapes, find_knee, plan_sweep, run_sweep
@@ -177,7 +178,7 @@ def test_marginal_of_decodes_in_bulk(model: LatencyModel, features: BatchFeature
 
 
 @given(models(), batches(), st.integers(0, 4000), st.integers(0, 300), st.floats(0, 3), st.floats(0, 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_max_prefill_is_maximal_and_monotone(
     model: LatencyModel, features: BatchFeatures, start: int, max_tokens: int, share: float, less: float
 ) -> None:
@@ -396,7 +397,7 @@ limits_strategy = st.builds(
 
 
 @given(limits_strategy, st.sampled_from((32, 100, 1024)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_planned_shape_is_within_the_limits_and_new(limits: Limits, knee: int) -> None:
     shapes = list(plan_sweep(limits, knee, max_shapes=60))
     assert len(shapes) == len(set(shapes)) <= 60
@@ -543,7 +544,7 @@ def test_one_outlier_changes_next_to_nothing() -> None:
 
 
 @given(st.integers(0, 2**32), batches(), chunk, st.floats(0, 0.1), st.integers(1, 600))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_an_online_model_stays_consistent_and_monotone(
     seed: int, features: BatchFeatures, added: tuple[int, int], seconds: float, max_tokens: int
 ) -> None:

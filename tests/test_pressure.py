@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import examples
 
 from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
@@ -67,7 +68,7 @@ def pressure(capacity: int = 40, **options: object) -> Pressure:
     return Pressure(NOW, [], capacity, SIZE, **given_options)  # type: ignore[arg-type]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(queues, st.integers(0, 9))
 def test_columns_say_what_requests_say(requests: list[Request], hidden: int) -> None:
     state = pressure(compact_blocks=hidden)
@@ -86,7 +87,7 @@ def test_columns_say_what_requests_say(requests: list[Request], hidden: int) -> 
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(queues)
 def test_savable_is_the_latency_model_to_a_grain(requests: list[Request]) -> None:
     """Prompts are rounded up: a request called savable is savable, and one with a grain of slack is called so."""
@@ -104,7 +105,7 @@ def test_savable_is_the_latency_model_to_a_grain(requests: list[Request]) -> Non
     assert _savable(queue, pressure(model=None)) is queue.hopeful
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=20), st.integers(0, 120))
 def test_late_requests_out_of_reach_change_nothing(rows: list[tuple[int, bool]], capacity: int) -> None:
     kv, savable = np.array([row[0] for row in rows], int), np.array([row[1] for row in rows], bool)
@@ -117,7 +118,7 @@ def test_late_requests_out_of_reach_change_nothing(rows: list[tuple[int, bool]],
     assert some.value == pytest.approx(everybody.value) and some.units == everybody.units
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(queues, st.sampled_from([0.0, 0.4]), st.integers(1, 80))
 def test_what_is_chosen_fits_and_starts_best_first(requests: list[Request], tail: float, capacity: int) -> None:
     state = pressure(capacity)

@@ -15,6 +15,7 @@ import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import examples
 from support.tables import for_each
 from test_tools import FORMATS, Function, Parsing, take_apart
 
@@ -93,7 +94,7 @@ def is_exact(text: str) -> bool:
     return -(2**63) <= value < 2**64 and Decimal(text) == Decimal(str(value))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(NUMBERS, min_size=1, max_size=3),
     st.sampled_from(PLACES),

@@ -138,6 +138,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILY_CASES = ("llama-gqa2", "mistral", "qwen2-gqa7", "qwen3", "phi3", "gemma2", "gemma3", "opt", "neox")
 """One case of each family, for tests in which the variants do not matter."""
+FEW_FAMILIES = ("llama-gqa2", "gemma3", "opt", "neox")
+"""Families whose layers differ most."""
 
 
 def llama_config(**changes: Any) -> dict[str, Any]:

@@ -5,10 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 from hypothesis.stateful import RuleBasedStateMachine
 
 FULL = bool(os.environ.get("TEST_ALL") or os.environ.get("FUZZ"))
+
+
+def mark_random_tests(items: list[pytest.Item]) -> None:
+    """Mark every property test `fuzz`, so that `make test-all` runs it at full size."""
+    for item in items:
+        if is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker(pytest.mark.fuzz)
 
 
 def examples(full: int) -> int:

@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 
 
+def mostly_slow(cases: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
+    """Return parameters of a test: the chosen cases run by default, the others with the slow tests."""
+    picked = list(chosen)
+    return [case if case in picked else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 def for_each(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run a test once for each case, with the arguments of `pytest.mark.parametrize`, and name the case that fails.
 
