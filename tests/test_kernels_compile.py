@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 
 from compiled_kernels import ARCHS, MODELS, SHARED_MEMORY, Code, compile_code, launched, record  # noqa: E402
 from dry_device import META  # noqa: E402
+from support.tables import mostly_slow  # noqa: E402
 
 from engine.models.attention import Manner, PoolView  # noqa: E402
 from engine.triton_kernels import configs  # noqa: E402
@@ -130,6 +131,7 @@ def test_attention(phase: str, arch: int, head_dim: int, group: int) -> None:
     ATTENTION[phase](arch, head_dim, group, torch.bfloat16, torch.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ATTENTION)
 @pytest.mark.parametrize(
     ("arch", "head_dim", "group", "features"),
@@ -163,7 +165,7 @@ def check_wide_access(binary: Code) -> None:
     assert any(store.endswith(".128") for store in binary.instructions("STG")), binary.instructions("STG")
 
 
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("arch", mostly_slow([90, 80], [90]))
 @pytest.mark.parametrize(
     ("head_dim", "rotary", "heads", "norm"),
     [(128, 128, 32, False), (128, 128, 16, True), (80, 20, 32, False), (64, 0, 12, False)],

@@ -14,6 +14,7 @@ import tokenizer_folders
 import torch
 from driver import Driver, make_request
 from safetensors.torch import load_file
+from support.tables import mostly_slow
 from torch import Tensor
 
 from engine.build import build_runner, plan_launch
@@ -282,7 +283,7 @@ def rope_folder(folder: Path, rope: Rope) -> Path:
 
 
 @pytest.mark.parametrize("impl", ["auto", "transformers"])
-@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("name", mostly_slow(ROPES, [*ROPES][::4]))
 def test_scaled_contexts_are_served_as_transformers_computes_them(name: str, impl: str, tmp_path: Path) -> None:
     rope = ROPES[name]
     folder, context = rope_folder(tmp_path / "model", rope), rope.contexts[impl == "transformers"]

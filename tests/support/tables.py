@@ -11,7 +11,11 @@ import pytest
 def mostly_slow(cases: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
     """Return parameters of a test: the chosen cases run by default, the others with the slow tests."""
     picked = list(chosen)
-    return [case if case in picked else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    return [case if case in picked else _slow(case) for case in cases]
+
+
+def _slow(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
 
 
 def for_each(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
