@@ -8,19 +8,21 @@ CPU, and requested against received lengths.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loadgen import InputError
 from loadgen.records import ClientSample, JobRecord, Records, RequestRecord
-from loadgen.stats import describe, nearest_rank, wilson
+from loadgen.stats import describe, wilson
 
 Floats = NDArray[np.float64]
 LIMITS = ("ttft", "tbt_p99", "tpot", "e2e", "normalized_ttft")
+ON_GAPS = ("tbt_p99", "tpot")
+"""Limits on values that a request with fewer than two tokens does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +53,8 @@ class Slo:
 
     def good(self, record: RequestRecord) -> bool:
         """Return whether the request succeeded and kept every limit."""
-        return record.ok and all(_kept(record, name, limit) for name, limit in self.limits)
-
-
-def _kept(record: RequestRecord, name: str, limit: float) -> bool:
-    if name == "tbt_p99":
-        gaps = record.gaps()
-        return gaps.size == 0 or nearest_rank(gaps, 99) <= limit
-    if name == "tpot":
-        return record.tpot is None or record.tpot <= limit
-    value = normalized(record) if name == "normalized_ttft" else record.ttft if name == "ttft" else record.e2e
-    return value is not None and value <= limit
-
-
-def normalized(record: RequestRecord) -> float | None:
-    """Return the TTFT per prompt token."""
-    return None if record.ttft is None else record.ttft / max(1, record.prompt_tokens)
+        values = ((name, getattr(record, name), limit) for name, limit in self.limits)
+        return record.ok and all(name in ON_GAPS if value is None else value <= limit for name, value, limit in values)
 
 
 def in_window(records: Sequence[RequestRecord], start: float, end: float) -> list[RequestRecord]:
@@ -80,26 +68,39 @@ def spread(values: Sequence[float | None], name: str) -> dict[str, float | None]
     return {f"{name}_{key}": value for key, value in found.items()}
 
 
+def _of(name: str, *, ok: bool = False) -> Callable[[Sequence[RequestRecord]], Sequence[float | None]]:
+    """Return a function that reads an attribute of requests; `ok`: of those that succeeded."""
+    return lambda chosen: [getattr(record, name) for record in chosen if record.ok or not ok]
+
+
+class Latency(NamedTuple):
+    """A latency of the summary and of the report, which shows it in `unit`. `values`: those of requests, seconds."""
+
+    name: str
+    title: str
+    unit: Literal["ms", "s"]
+    values: Callable[[Sequence[RequestRecord]], Sequence[float | None]]
+
+
+LATENCIES = (
+    Latency("ttft", "TTFT", "ms", _of("ttft")),
+    Latency("ttft_sent", "TTFT from sending", "ms", _of("ttft_sent")),
+    Latency("normalized_ttft", "TTFT per prompt token", "ms", _of("normalized_ttft")),
+    Latency("tbt", "TBT, all gaps", "ms", lambda chosen: [gap for record in chosen for gap in record.gaps().tolist()]),
+    Latency("request_tbt_p99", "TBT P99 of each request", "ms", _of("tbt_p99")),
+    Latency("tpot", "TPOT", "ms", _of("tpot", ok=True)),
+    Latency("e2e", "End to end", "s", _of("e2e", ok=True)),
+)
+
+
 def latencies(chosen: Sequence[RequestRecord]) -> dict[str, Any]:
     """Return latency statistics of a set of requests, and the number of values behind each."""
-    gaps = [record.gaps() for record in chosen]
-    pooled = np.concatenate([*gaps, np.empty(0)])
-    own = [nearest_rank(item, 99) for item in gaps if item.size]
-    columns: dict[str, Sequence[float | None]] = {
-        "ttft": [record.ttft for record in chosen],
-        "ttft_sent": [record.ttft_sent for record in chosen],
-        "normalized_ttft": [normalized(record) for record in chosen],
-        "request_tbt_p99": own,
-        "tpot": [record.tpot for record in chosen if record.ok],
-        "e2e": [record.e2e for record in chosen if record.ok],
-    }
     found: dict[str, Any] = {}
     counts: dict[str, int] = {}
-    for name, values in columns.items():
-        found |= spread(values, name)
-        counts[name] = sum(value is not None for value in values)
-    found |= {f"tbt_{key}": value for key, value in describe(pooled).items()}
-    counts["tbt"] = int(pooled.size)
+    for each in LATENCIES:
+        values = [value for value in each.values(chosen) if value is not None]
+        found |= spread(values, each.name)
+        counts[each.name] = len(values)
     return found | {"counts": counts}
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from loadgen.stats import nearest_rank
+
 Class = Literal["online", "offline"]
 Outcome = Literal["ok", "http_error", "stream_error", "cut", "empty", "timeout", "connection", "unfinished"]
 Floats = NDArray[np.float64]
@@ -76,6 +78,17 @@ class RequestRecord:
         """Time per output token, (last - first) / (tokens - 1); None for fewer than two tokens."""
         counted = sum(self.chunk_tokens)
         return (self.chunk_at[-1] - self.chunk_at[0]) / (counted - 1) if counted > 1 else None
+
+    @property
+    def normalized_ttft(self) -> float | None:
+        """The TTFT per prompt token."""
+        return None if self.ttft is None else self.ttft / max(1, self.prompt_tokens)
+
+    @property
+    def tbt_p99(self) -> float | None:
+        """P99 of the gaps; None for fewer than two tokens."""
+        gaps = self.gaps()
+        return nearest_rank(gaps, 99) if gaps.size else None
 
     def gaps(self) -> Floats:
         """Return gaps between consecutive tokens, float64[tokens - 1]. A chunk of k tokens is a gap and k - 1 zeros."""

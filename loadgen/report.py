@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from loadgen.metrics import Slo, honesty, job_curve, run_metrics, token_events
+from loadgen.metrics import LATENCIES, Slo, honesty, job_curve, run_metrics, token_events
 from loadgen.plan import Plan
 from loadgen.records import Records, save
 from loadgen.runner import Progress
@@ -115,15 +115,6 @@ COLUMNS = (
     "offline_open",
     "client_cpu",
 )
-LATENCY_ROWS = (
-    ("TTFT", "ttft", 1e3, "ms"),
-    ("TTFT from sending", "ttft_sent", 1e3, "ms"),
-    ("TTFT per prompt token", "normalized_ttft", 1e3, "ms"),
-    ("TBT, all gaps", "tbt", 1e3, "ms"),
-    ("TBT P99 of each request", "request_tbt_p99", 1e3, "ms"),
-    ("TPOT", "tpot", 1e3, "ms"),
-    ("End to end", "e2e", 1.0, "s"),
-)
 
 
 class Table(NamedTuple):
@@ -193,10 +184,11 @@ def _failures(online: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def _latencies(section: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Return title, mean, P50, P99 and number of values of each latency."""
     lines = []
-    for title, name, factor, unit in LATENCY_ROWS:
-        values = [section[f"{name}_{key}"] for key in ("mean", "p50", "p99")]
+    for each in LATENCIES:
+        values = [section[f"{each.name}_{key}"] for key in ("mean", "p50", "p99")]
+        factor = 1e3 if each.unit == "ms" else 1.0
         shown = ["-" if value is None else f"{value * factor:.4g}" for value in values]
-        lines.append((f"{title} ({unit})", *shown, section["counts"][name]))
+        lines.append((f"{each.title} ({each.unit})", *shown, section["counts"][each.name]))
     return lines
 
 
