@@ -26,7 +26,7 @@ from engine.text import chat_template
 from engine.text import tokenizer as text
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.input import check_input
-from gateway.generate import chat, messages, wire
+from gateway.generate import completions, messages, wire
 from gateway.generate.answering import INLINE_BYTES, INLINE_PARTS, read_json
 from gateway.generate.validation import parse_json
 from gateway.http import json_text
@@ -99,14 +99,14 @@ class CountedJson:
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     work = Work()
     monkeypatch.setattr(json_text, "orjson", CountedJson(work))
-    read = chat.read_form
+    read = completions.read_form
 
     def read_beside(body: Any, *arguments: Any, **options: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             work.inline_items.append(len(body.messages))
         return read(body, *arguments, **options)
 
-    monkeypatch.setattr(chat, "read_form", read_beside)
+    monkeypatch.setattr(completions, "read_form", read_beside)
     translate = messages.translate
 
     def translate_beside(*arguments: Any) -> Any:
