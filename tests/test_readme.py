@@ -83,7 +83,7 @@ def test_every_command_of_the_readme_exists(tmp_path: Path) -> None:
     found = re.findall(r"^```(\w*)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     blocks = [block for language, block in found if not language and "curl" not in block]
     lines = [re.split(r"\s+#", line)[0] for block in blocks for line in block.splitlines()]
-    assert {INSTALL, "make serve", "make test", "make wheel"} <= set(lines)
+    assert {INSTALL, "make serve", "make test"} <= set(lines)
     for line in lines:
         if line.startswith("git clone "):
             command = line.replace("ADDRESS", f"file://{ROOT} --quiet --depth 1") + " && test -f Makefile"
