@@ -46,26 +46,10 @@ NOT_SERVING = frozenset({"model", "revision", "device", "dtype", "load_format", 
 def parser() -> argparse.ArgumentParser:
     """Return the parser. Flags of serving are generated from `EngineConfig`, as for `tidemill serve`."""
     made = argparse.ArgumentParser(prog="tidemill simulate", description=__doc__.split("\n", 1)[0], allow_abbrev=False)
-    machine = made.add_argument_group("machine")
-    machine.add_argument("--model", help=f"folder of a checkpoint, or one of {', '.join(sorted(MODELS))}")
-    machine.add_argument("--device", default="a100-40gb", help=f"one of {', '.join(sorted(DEVICES))}")
-    machine.add_argument("--profile", type=Path, help="latency profile of `tidemill profile` to use as the device")
-    machine.add_argument("--host-ms", type=float, default=0.0, help="host time between two steps, ms (default 0)")
-    machine.add_argument(
-        "--num-blocks",
-        dest="num_gpu_blocks_override",
-        default=argparse.SUPPRESS,
-        help="same as --num-gpu-blocks-override",
-    )
-    machine.add_argument(
-        "--acceptance", type=Path, metavar="FILE",
-        help="outcomes of drafts: the .load.json of a server beside its profile (default: that of --profile, if it has "
-        "drafts; else as measured in free chat of the packaged model)",
-    )  # fmt: skip
+    _machine(made.add_argument_group("machine"))
     _serving(made)
     flags.add_workload(made.add_argument_group("traffic"), "--traces", default="hygen")
-    arrivals = made.add_argument_group("arrivals")
-    flags.add_arrivals(arrivals, "--rate")
+    flags.add_arrivals(made.add_argument_group("arrivals"), "--rate")
     flags.add_lines(made.add_argument_group("offline work"))
     plan = made.add_argument_group("simulation")
     plan.add_argument(
@@ -84,6 +68,24 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="with --slo: print the plan as JSON")
     plan.add_argument("--out", type=Path, help="folder for table.json, with --slo plan.json")
     return made
+
+
+def _machine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", help=f"folder of a checkpoint, or one of {', '.join(sorted(MODELS))}")
+    group.add_argument("--device", default="a100-40gb", help=f"one of {', '.join(sorted(DEVICES))}")
+    group.add_argument("--profile", type=Path, help="latency profile of `tidemill profile` to use as the device")
+    group.add_argument("--host-ms", type=float, default=0.0, help="host time between two steps, ms (default 0)")
+    group.add_argument(
+        "--num-blocks",
+        dest="num_gpu_blocks_override",
+        default=argparse.SUPPRESS,
+        help="same as --num-gpu-blocks-override",
+    )
+    group.add_argument(
+        "--acceptance", type=Path, metavar="FILE",
+        help="outcomes of drafts: the .load.json of a server beside its profile (default: that of --profile, if it has "
+        "drafts; else as measured in free chat of the packaged model)",
+    )  # fmt: skip
 
 
 def _serving(made: argparse.ArgumentParser) -> None:

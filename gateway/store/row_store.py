@@ -152,16 +152,7 @@ class TenantRows(ServerRows):
             "SET number = excluded.number WHERE reports.number < excluded.number"
         )
         if usage and connection.execute(query, (self.server, number)).rowcount > 0:
-            now = self._now(connection)
-            connection.executemany(
-                f"INSERT INTO request_usage (tenant, since, {', '.join(_REQUEST_TOKENS)}) "
-                "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (tenant) DO UPDATE SET "
-                + ", ".join(f"{name} = request_usage.{name} + excluded.{name}" for name in _REQUEST_TOKENS),
-                [
-                    (name, now, *(getattr(used, each) for each in _REQUEST_TOKENS))
-                    for name, used in sorted(usage.items())
-                ],
-            )
+            self._add_usage(connection, usage)
         gone = "server != ? AND server NOT IN (SELECT id FROM servers)"
         for table in ("loads", "reports"):
             connection.execute(f"DELETE FROM {table} WHERE {gone}", (self.server,))
@@ -178,6 +169,15 @@ class TenantRows(ServerRows):
         others = {row["tenant"]: (row["servers"], Load(*(row[name] for name in Load._fields))) for row in found}
         row = connection.execute("SELECT version, lines FROM key_lines WHERE version != ?", (version,)).fetchone()
         return TenantNews(others, None if row is None else (row["version"], row["lines"]))
+
+    def _add_usage(self, connection: RowConnection, usage: Mapping[str, Usage]) -> None:
+        now = self._now(connection)
+        connection.executemany(
+            f"INSERT INTO request_usage (tenant, since, {', '.join(_REQUEST_TOKENS)}) "
+            "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (tenant) DO UPDATE SET "
+            + ", ".join(f"{name} = request_usage.{name} + excluded.{name}" for name in _REQUEST_TOKENS),
+            [(name, now, *(getattr(used, each) for each in _REQUEST_TOKENS)) for name, used in sorted(usage.items())],
+        )
 
     @transaction
     def request_usage(self, connection: RowConnection, tenant: str | None) -> tuple[int | None, dict[str, Usage]]:
