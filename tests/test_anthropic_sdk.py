@@ -14,10 +14,11 @@ import tokenizer_folders
 from batch_tools import batch_server, client_of, jsonl, keys_of, line, submit
 from fake_engine import MODEL, FakeEngine, Script, Served, say, serve
 from fixtures import StartServer, refuse_blocking
+from support.http import prompt_of
 from support.lazy import anthropic, openai
 from test_batches_api import check_types
 from test_messages_api import TOOLS, ask
-from test_responses_api import THINKS, prompt_of
+from test_responses_api import THINKS
 from test_tools import TEMPLATE, TWO, scripted
 
 from engine.api import EngineRequest

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 from fixtures import refuse_blocking
+from support.http import send
 from support.tables import for_each
 
 from engine.text.tokenizer import Tokenizer
@@ -37,8 +38,7 @@ async def post(served: Served, body: Any, path: str = "/v1/chat/completions") ->
     if not isinstance(body, bytes):
         required = {"messages": HI} if "chat" in path else {"prompt": "hi"}
         body = json.dumps({"model": MODEL, **required, **body}).encode()
-    async with httpx.AsyncClient(timeout=60) as client:
-        return await client.post(served.url + path, content=body, headers={"content-type": "application/json"})
+    return await send(served, "POST", path, content=body, headers={"content-type": "application/json"})
 
 
 BAD_JSON = {
@@ -250,15 +250,13 @@ async def test_missing_fields(served: Served, body: bytes, param: str) -> None:
 async def test_other_content_types_are_415(served: Served, content_type: str | None) -> None:
     """A page of another origin can send these without asking; JSON it cannot."""
     headers = {} if content_type is None else {"content-type": content_type}
-    async with httpx.AsyncClient(timeout=60) as client:
-        answer = await client.post(served.url + "/v1/chat/completions", content=b"{}", headers=headers)
+    answer = await send(served, "POST", "/v1/chat/completions", content=b"{}", headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
 @for_each(("encoding", "status"), [("gzip", 415), ("identity", 400), ("gzip, br", 415)])
 async def test_bodies_are_not_decompressed_and_it_is_said(served: Served, encoding: str, status: int) -> None:
     headers = {"content-type": "application/json", "content-encoding": encoding}
-    async with httpx.AsyncClient(timeout=60) as client:
-        answer = await client.post(served.url + "/v1/chat/completions", content=b"\x1f\x8b\x08", headers=headers)
+    answer = await send(served, "POST", "/v1/chat/completions", content=b"\x1f\x8b\x08", headers=headers)
     assert answer.status_code == status
     assert ("Content-Encoding" in answer.json()["error"]["message"]) == (status == 415)

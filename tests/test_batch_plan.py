@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import hypothesis.strategies as st
 import pytest
 from batch_tools import batch_server, check_ended, jsonl, line, submit, until
 from hypothesis import given, settings
+from support.http import get
 
 from engine.api import EngineStats, Lane, TokenCosts
 from engine.core import EngineCore
@@ -333,8 +333,7 @@ async def test_a_job_that_cannot_make_it_is_told_so_and_its_lines_go_first(
             await asyncio.sleep(0.01)
             running = await client.batches.retrieve(created.id)
         assert served.engine.lanes == {created.id: Lane.AT_RISK}
-        async with httpx.AsyncClient(timeout=60) as http:
-            metrics = (await http.get(f"{served.url}/metrics")).text
+        metrics = (await get(served, "/metrics")).text
         assert "tidemill_batch_jobs_at_risk 1.0" in metrics
         listed = [batch async for batch in client.batches.list()]
         assert listed[0].metadata == running.metadata

@@ -30,6 +30,7 @@ from batch_tools import (
 )
 from fake_engine import MODEL, Script, Served
 from fixtures import refuse_blocking
+from support.http import get, send
 from support.lazy import openai
 from support.tables import for_each
 
@@ -121,8 +122,7 @@ async def test_stop_strings_choices_and_logprobs_as_over_http(tokenizer: Tokeniz
         output, _ = await check_ended(client, batch, [f"id-{i}" for i in range(4)])
         bodies = [output[f"id-{i}"]["response"]["body"] for i in range(4)]
         for item, body in zip(lines, bodies, strict=True):
-            async with httpx.AsyncClient(timeout=60) as http:
-                direct = (await http.post(f"{served.url}/v1/completions", json=item["body"])).json()
+            direct = (await send(served, "POST", "/v1/completions", json=item["body"])).json()
             assert [c["text"] for c in direct["choices"]] == [c["text"] for c in body["choices"]]
             assert {**direct["choices"][0]} == body["choices"][0]
         assert bodies[0]["choices"][0]["text"] == "one"
@@ -178,8 +178,7 @@ async def test_a_bad_creation_is_a_400_with_its_parameter(ready: Ready, fields: 
     served, client = ready
     file = await upload(client, jsonl([line(1)]))
     body = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h", **fields}
-    async with httpx.AsyncClient(timeout=60) as http:
-        answer = await http.post(f"{served.url}/v1/batches", json=body)
+    answer = await send(served, "POST", "/v1/batches", json=body)
     assert answer.status_code == 400, answer.text
     assert param is None or answer.json()["error"]["param"] == param
     assert (await client.batches.list()).data == []
@@ -472,8 +471,7 @@ async def test_online_requests_go_on_beside_a_batch(tokenizer: Tokenizer, tmp_pa
         await served.engine.wait_for_event("add", 5)
         answer = await client.completions.create(model=MODEL, prompt="x", max_tokens=2)
         assert answer.service_tier == "default"  # type: ignore[attr-defined]
-        async with httpx.AsyncClient(timeout=60) as http:
-            text = (await http.get(f"{served.url}/metrics")).text
+        text = (await get(served, "/metrics")).text
         assert 'tidemill_batch_jobs{state="in_progress"} 1.0' in text and "tidemill_storage_fault 0.0" in text
         served.engine.release()
         await until(client, batch.id)
@@ -518,8 +516,7 @@ async def test_the_deadline_is_wall_clock_and_outlives_the_process(tokenizer: To
 
 async def test_without_a_state_folder_there_are_no_such_routes(start_server: Any) -> None:
     served = await start_server("x")
-    async with httpx.AsyncClient(timeout=60) as http:
-        assert (await http.get(f"{served.url}/v1/batches")).status_code == 404
+    assert (await get(served, "/v1/batches")).status_code == 404
 
 
 LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"

@@ -9,6 +9,7 @@ import pytest
 from batch_tools import client_of
 from fake_engine import MODEL, Script, Served
 from fixtures import StartServer
+from support.http import send
 from support.lazy import openai
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, TokenLogprobs
@@ -33,8 +34,7 @@ async def chunks_of(served: Served, **fields: Any) -> list[Any]:
 
 async def post(served: Served, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps({"model": MODEL, "messages": HI, **body}).encode()
-    async with httpx.AsyncClient(timeout=60) as client:
-        return await client.post(served.url + path, content=content, headers={"content-type": "application/json"})
+    return await send(served, "POST", path, content=content, headers={"content-type": "application/json"})
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fake_engine import MODEL, FakeEngine, Script, Served, say, serve
 from fixtures import StartServer
+from support.http import post, prompt_of
 from support.lazy import openai
-from test_responses_api import prompt_of
 from test_tools import TEMPLATE, TOOLS, TWO, client_of, scripted
 
 from engine.api import RequestClass, SamplingDefaults
@@ -20,11 +19,6 @@ HI: Any = {"role": "user", "content": "hi"}
 CALL: Any = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 RESULT: Any = {"role": "tool", "tool_call_id": "c1", "content": "fog"}
 CALLING: Any = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-
-
-async def post(served: Served, path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
-        return await client.post(path, json={"model": MODEL, **fields})
 
 
 async def prompt(served: Served, messages: list[Any], **fields: Any) -> str:

@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from batch_tools import keys_of
 from fake_engine import MODEL, Script, Served
 from fixtures import StartServer
+from support.http import get, send
 from support.lazy import openai
 from support.tables import for_each
 
@@ -22,11 +22,6 @@ async def complete(served: Served, **fields: Any) -> Any:
     async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         answer = await client.completions.create(**{"model": MODEL, "prompt": "hi", "max_tokens": 100, **fields})
         return [chunk async for chunk in answer] if fields.get("stream") else answer
-
-
-async def get(served: Served, path: str, method: str = "GET") -> httpx.Response:
-    async with httpx.AsyncClient(timeout=60) as client:
-        return await client.request(method, served.url + path)
 
 
 @pytest.fixture
@@ -191,7 +186,7 @@ async def test_health_and_readiness(served: Served) -> None:
     ("/v1/models/%00", "GET", ""),
 ])  # fmt: skip
 async def test_every_error_is_an_envelope(served: Served, path: str, method: str, allowed: str) -> None:
-    answer = await get(served, path, method)
+    answer = await send(served, method, path)
     assert answer.status_code == (405 if allowed else 404) and answer.headers.get("allow", "") == allowed
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert answer.headers["x-request-id"].startswith("req-") and "passwd" not in answer.text

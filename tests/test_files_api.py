@@ -16,6 +16,7 @@ from batch_tools import batch_server, create, eventually, jsonl, leftovers, line
 from fake_engine import Served
 from fixtures import refuse_blocking
 from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
+from support.http import send
 from support.lazy import openai
 from support.tables import for_each
 from test_batches_api import check_types
@@ -50,8 +51,7 @@ FILE = part("file", b"{}\n", "a.jsonl")
 
 
 async def post(served: Served, body: Any, kind: str = f"multipart/form-data; boundary={BOUNDARY}") -> httpx.Response:
-    async with httpx.AsyncClient(timeout=60) as client:
-        return await client.post(f"{served.url}/v1/files", content=body, headers={"content-type": kind})
+    return await send(served, "POST", "/v1/files", content=body, headers={"content-type": kind})
 
 
 @for_each(

@@ -8,7 +8,8 @@ import httpx
 import pytest
 from fake_engine import MODEL, Script, Served
 from fixtures import StartServer
-from test_responses_api import THINKS, prompt_of
+from support.http import prompt_of, send
+from test_responses_api import THINKS
 from test_tools import TEMPLATE, TIME, TWO, WEATHER, scripted
 
 from engine.errors import EngineStepError, QueueFullError
@@ -29,8 +30,7 @@ async def post(
     served: Served, path: str = "/v1/messages?beta=true", headers: dict[str, str] | None = None, **fields: Any
 ) -> httpx.Response:
     sent = {"anthropic-version": "2023-06-01", "anthropic-beta": "some-beta-2026-01-01", **(headers or {})}
-    async with httpx.AsyncClient(base_url=served.url, timeout=120) as client:
-        return await client.post(path, json=ask(**fields), headers=sent)
+    return await send(served, "POST", path, json=ask(**fields), headers=sent)
 
 
 async def events_of(served: Served, **fields: Any) -> list[dict[str, Any]]:

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 from fake_engine import MODEL, Served, colocation_stats
 from fixtures import StartServer
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
+from support.http import get
 from support.lazy import openai
 
 from engine.api import EngineStats, RequestClass
@@ -23,8 +23,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 async def scrape(served: Served) -> Samples:
-    async with httpx.AsyncClient(timeout=60) as client:
-        answer = await client.get(f"{served.url}/metrics")
+    answer = await get(served, "/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     families = text_string_to_metric_families(answer.text)
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
@@ -166,8 +165,7 @@ async def test_how_the_slo_is_kept(start_server: StartServer) -> None:
     assert value(samples, "tidemill_slo_requests_total", good="false") == 10
     states = [value(samples, "tidemill_breaker_state", state=state) for state in ("closed", "half_open", "open")]
     assert states == [0, 1, 0]
-    async with httpx.AsyncClient(timeout=60) as http:
-        shown = (await http.get(f"{served.url}/ready")).json()["colocation"]
+    shown = (await get(served, "/ready")).json()["colocation"]
     assert shown["held"] == keeper.held and shown["budget_origin"] == keeper.budget_origin
     assert shown["objectives"]["tbt_mean=5%"] == {"value": 0.05, "bound": None, "attainment": None}, "not known yet"
     assert value(samples, "tidemill_slo_objective_value_seconds", objective="ttft_p99=1s") == 0.9

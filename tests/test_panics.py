@@ -11,6 +11,7 @@ from batch_tools import FAST, batch_server, check_ended, jsonl, line, submit, un
 from fake_engine import MODEL, FakeEngine, say, serve
 from fakes.runner import FakeRunner
 from faulty_runner import FaultyRunner
+from support.http import get
 from test_sick_engine import VOCAB, make_engine
 from test_structured import ask
 
@@ -119,8 +120,7 @@ async def test_a_line_that_panics_gets_a_row(
         batch = await until(client, (await submit(client, jsonl(lines))).id)
         output, errors = await check_ended(client, batch, [f"id-{i}" for i in range(20)])
         assert len(output) == 19 and errors["id-3"]["response"]["status_code"] == 500
-        async with httpx.AsyncClient() as http:
-            retries = (await http.get(f"{served.url}/metrics")).text
+        retries = (await get(served, "/metrics")).text
         name = 'tidemill_batch_line_retries_total{cause="unknown"} '
         assert float(retries.partition(name)[2].split()[0]) >= FAST.attempts - 1
     assert SECRET not in caplog.text

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Required, Union, get_args, get_origi
 
 import pytest
 from pydantic import BaseModel
+from support.http import post, prompt_of
 from support.lazy import openai
-from test_client_bodies import CALL, HI, post, prompt
-from test_responses_api import prompt_of
+from test_client_bodies import CALL, HI, prompt
 from test_tools import TOOLS, scripted
 from typing_extensions import get_type_hints, is_typeddict
 

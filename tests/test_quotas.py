@@ -11,7 +11,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
 import hypothesis.strategies as st
 import pytest
 from batch_tools import batch_server, client_of, eventually, jsonl, keys_of, line, submit, until, upload
@@ -20,6 +19,7 @@ from fixtures import StartServer
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.fuzz import fuzz, machine_test
+from support.http import get
 from support.lazy import openai
 from support.tables import for_each
 
@@ -411,8 +411,7 @@ async def test_sighup_without_a_key_file_does_nothing(
     served = await start_server("hello", owns_process=True)
     await hang_up()
     await eventually(lambda: "no --api-key-file to reload" in caplog.text)
-    async with httpx.AsyncClient(timeout=60) as http:
-        assert (await http.get(f"{served.url}/health")).status_code == 200
+    assert (await get(served, "/health")).status_code == 200
 
 
 async def test_a_closed_terminal_ends_the_server(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:

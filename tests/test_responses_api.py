@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fake_engine import MODEL, Script, Served
 from fixtures import StartServer
+from support.http import prompt_of, send
 from support.lazy import openai
 from test_tools import TEMPLATE, TWO, client_of, scripted
 
@@ -35,8 +36,7 @@ def ask(**fields: Any) -> dict[str, Any]:
 
 
 async def post(served: Served, **fields: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=served.url, timeout=120) as client:
-        return await client.post("/v1/responses", json=ask(**fields))
+    return await send(served, "POST", "/v1/responses", json=ask(**fields))
 
 
 async def events_of(served: Served, **fields: Any) -> list[dict[str, Any]]:
@@ -52,12 +52,6 @@ async def events_of(served: Served, **fields: Any) -> list[dict[str, Any]]:
         assert name == f"event: {events[-1]['type']}"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
-
-
-def prompt_of(served: Served, number: int = -1) -> str:
-    ids = served.engine.requests[number].prompt_token_ids
-    text: str = served.app.state.context.tokenizer.decode(ids, skip_special_tokens=False)
-    return text
 
 
 def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:

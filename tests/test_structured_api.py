@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import httpx
 import jsonschema_rs
 import pytest
 from batch_tools import FAST, check_ended, client_of, jsonl, line, open_folder, submit, until
@@ -14,6 +13,7 @@ from fake_engine import Served, demo_engine, serve
 from fixtures import refuse_blocking
 from integrity import check_core
 from pydantic import BaseModel, Field
+from support.http import post
 
 MODEL = "tidemill-demo"
 CHAT = "/v1/chat/completions"
@@ -43,11 +43,6 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 def ask(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "Say it"}], **HOT, **fields}
-
-
-async def post(served: Served, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=served.url, timeout=120) as client:
-        return await client.post(path, json=body)
 
 
 async def test_the_official_client_parses_what_it_asked_for(served: Served) -> None:

@@ -9,6 +9,7 @@ import pytest
 from fakes.speculation import Oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.http import prompt_of
 from support.lazy import openai
 from test_structured import EOS, ask, make_driver, tokenizer
 from test_tools import TEMPLATE, TOOLS, client_of, scripted
@@ -268,7 +269,7 @@ async def test_efforts_reach_templates_that_know_them(tmp_path: Path) -> None:
     async with scripted(tmp_path, "Yes", template) as served, client_of(served) as client:
         for effort, told in EFFORTS:
             await client.chat.completions.create(**ask_http(tools=[], reasoning_effort=effort))
-            prompt = served.app.state.context.tokenizer.decode(served.engine.requests[-1].prompt_token_ids)
+            prompt = prompt_of(served)
             assert prompt.endswith(f"effort {told}")
     async with scripted(tmp_path / "plain", "Yes") as served, client_of(served) as client:
         for given in (None, *(effort for effort, _ in EFFORTS)):

@@ -2,21 +2,16 @@
 
 from typing import Any
 
-import httpx
 import pytest
-from fake_engine import MODEL, Served
+from fake_engine import MODEL
 from fixtures import StartServer
+from support.http import post
 from support.lazy import openai
 
 from engine.text.tokenizer import Tokenizer
 
 TEXTS = ["hello world", "naïve 東京 🙂\n\u2028 x", "<|im_end|> <s>", "a" * 2000]
 HI = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi <|im_end|>"}]
-
-
-async def post(served: Served, path: str, **body: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
-        return await client.post(path, json={"model": MODEL, **body})
 
 
 async def test_tokens_are_those_of_the_prompt(start_server: StartServer, tokenizer: Tokenizer) -> None:

@@ -24,6 +24,7 @@ from fixtures import refuse_blocking
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz import fuzz
+from support.http import prompt_of
 from support.lazy import openai
 from support.tables import for_each
 
@@ -626,8 +627,7 @@ async def test_calls_as_the_official_client_sees_them(tmp_path: Path) -> None:
         assert [call.function.arguments for call in streamed.message.tool_calls or []] == [
             call.function.arguments for call in calls
         ]
-        prompt = served.engine.requests[0].prompt_token_ids
-        assert '"city"' in served.app.state.context.tokenizer.decode(prompt)
+        assert '"city"' in prompt_of(served)
 
 
 async def test_the_deltas_of_a_stream(tmp_path: Path) -> None:
@@ -688,7 +688,7 @@ async def test_templates_are_told_of_tools_and_calls_in_their_way(tmp_path: Path
     told = "{% for message in messages %}{{ message.role }}:{{ message['tools'] }}{% endfor %}<|tool_call|>"
     async with scripted(tmp_path / "phi", "x", told) as served, client_of(served) as client:
         await client.chat.completions.create(**ask())
-        prompt = served.app.state.context.tokenizer.decode(served.engine.requests[0].prompt_token_ids)
+        prompt = prompt_of(served)
         assert prompt.startswith('system:[{"name":"weather"')
     call = {"id": "toolu_0123456789", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     messages = [
@@ -699,12 +699,12 @@ async def test_templates_are_told_of_tools_and_calls_in_their_way(tmp_path: Path
     told = "<|tool_calls_section_begin|>{{ tools and messages[1].tool_calls[0].id }}={{ messages[2].tool_call_id }}"
     async with scripted(tmp_path / "kimi", "x", told) as served, client_of(served) as client:
         await client.chat.completions.create(**ask(messages=messages))
-        prompt = served.app.state.context.tokenizer.decode(served.engine.requests[0].prompt_token_ids)
+        prompt = prompt_of(served)
         assert prompt.endswith("functions.weather:0=functions.weather:0")
     told = "{{ tools | length }}[TOOL_CALLS]{{ messages[1].tool_calls[0].id }}={{ messages[2].tool_call_id }}"
     async with scripted(tmp_path / "mistral", "x", told) as served, client_of(served) as client:
         await client.chat.completions.create(**ask(messages=messages))
-        prompt = served.app.state.context.tokenizer.decode(served.engine.requests[0].prompt_token_ids)
+        prompt = prompt_of(served)
         assert re.fullmatch(r"2\[TOOL_CALLS\](\w{9})=\1", prompt)
 
 
@@ -762,8 +762,7 @@ async def test_past_thoughts_reach_the_template_under_one_name(tmp_path: Path) -
         for name in ("reasoning", "reasoning_content"):
             messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "hm"}]
             await client.chat.completions.create(**ask(messages=messages))
-            ids = served.engine.requests[-1].prompt_token_ids
-            assert "(hm)b" in served.app.state.context.tokenizer.decode(ids), name
+            assert "(hm)b" in prompt_of(served), name
 
 
 @pytest.mark.parametrize(("switch", "shown"), [("enable_thinking", True), ("thinking", True), ("other", False)])
@@ -793,7 +792,7 @@ async def test_past_calls_reach_the_template_as_objects_with_every_digit(tmp_pat
                 {"role": "tool", "tool_call_id": "c1", "content": "Sun"},
             ]
             await client.chat.completions.create(**ask(messages=messages))
-            text = served.app.state.context.tokenizer.decode(served.engine.requests[-1].prompt_token_ids)
+            text = prompt_of(served)
             past = text.rpartition('"arguments": {"x": ')[2].partition("}")[0]
             assert past.strip('"') == {"-0.10": "-0.1", "1E+5": "100000.0"}.get(number, number)
 

@@ -11,19 +11,15 @@ from typing import Any
 import httpx
 import pytest
 from batch_tools import keys_of
-from fake_engine import MODEL, Served, colocation_stats
+from fake_engine import MODEL, colocation_stats
 from fixtures import StartServer
+from support.http import get
 from support.lazy import openai
 
 from engine.api import EngineState, EngineStats, EngineView
 from gateway.web.routes import FILES
 
 NODE_TESTS = Path(__file__).parent / "web"
-
-
-async def get(served: Served, path: str, **headers: str) -> httpx.Response:
-    async with httpx.AsyncClient(timeout=60) as client:
-        return await client.get(f"{served.url}{path}", headers=headers)
 
 
 async def test_the_page_and_each_of_its_files(start_server: StartServer) -> None:
