@@ -18,10 +18,11 @@ from driver import Driver, outputs_of
 from hypothesis import given
 from hypothesis import strategies as st
 from native_build import native
+from support.tables import mostly_slow
 from test_build import DEMO, answer
 from test_native_model import in_turn
 from test_runner import BLOCK, CPU, crowd, run_in_waves
-from tiny_models import FAMILY_CASES, llama_config, model_folder
+from tiny_models import FAMILY_CASES, FEW_FAMILIES, llama_config, model_folder
 
 from engine.api import EngineRequest, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key, scheduler_config
@@ -295,7 +296,13 @@ def make_driver(spec: ModelSpec, weights: ModelWeights, kind: str, **limits: int
     return Driver(Runner(TorchDevice(decoder, config.limits)), config)
 
 
-@pytest.mark.parametrize(("case", "kind"), in_turn(FAMILY_CASES, ["torch", "native int8"], ["torch int8", "native"]))
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    mostly_slow(
+        in_turn(FAMILY_CASES, ["torch", "native int8"], ["torch int8", "native"]),
+        in_turn(FEW_FAMILIES, ["torch"], ["native int8"]),
+    ),
+)
 def test_tokens_are_those_of_a_resident_model(case: str, kind: str, tmp_path: Path) -> None:
     """In a pool that is always full: preemptions, prefix hits, mixed steps."""
     folder = model_folder(case)
@@ -413,7 +420,7 @@ def test_copies_and_kernels_in_any_order_that_events_allow(seed: int, monkeypatc
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("case", ["llama-gqa2", "opt", "neox"])
+@pytest.mark.parametrize("case", mostly_slow(["llama-gqa2", "opt", "neox"], ["opt"]))
 def test_the_runner_for_cuda_gives_the_same_tokens(case: str, depth: int) -> None:
     folder = model_folder(case)
     spec = load_spec(folder)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.tables import mostly_slow
 from test_laxity import MODEL, OBJECTIVE
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
@@ -55,7 +56,10 @@ def test_a_thousand_waiting_chats_of_one_tenant_are_not_in_the_way_of_another(po
         assert ttft < 2 * own, (index, ttft, own)
 
 
-@pytest.mark.parametrize(("policy", "units"), [("goodput", AMPLE), ("goodput", SHORT), ("apt", SHORT), ("fcfs", AMPLE)])
+@pytest.mark.parametrize(
+    ("policy", "units"),
+    mostly_slow([("goodput", AMPLE), ("goodput", SHORT), ("apt", SHORT), ("fcfs", AMPLE)], [("goodput", SHORT)]),
+)
 def test_long_answers_that_hold_every_row_are_not_in_the_way_of_another_tenant(policy: str, units: int) -> None:
     """No answer ends for ten seconds; with few units memory is their share of the pool."""
     light = [Arrival(2.0 + 2.0 * index, chat(f"light{index}", 300, "light")) for index in range(3)]
@@ -72,7 +76,7 @@ def test_long_answers_that_hold_every_row_are_not_in_the_way_of_another_tenant(p
         assert core.state.counters.preemptions["tenant"] == len(light), "one row each time"
 
 
-@pytest.mark.parametrize("policy", ["goodput", "apt", "fcfs"])
+@pytest.mark.parametrize("policy", ["goodput", "fcfs"])
 def test_all_chats_of_a_tenant_within_its_share_get_a_row_at_once(policy: str) -> None:
     """Not only its first: eight rows of sixteen are its own, beside long answers that hold all rows."""
     crowd = [Arrival(0.0, chat(f"heavy{index}", 40, "heavy", output=900)) for index in range(24)]
@@ -86,7 +90,7 @@ def test_all_chats_of_a_tenant_within_its_share_get_a_row_at_once(policy: str) -
     assert 8 <= core.state.counters.preemptions["tenant"] <= len(light), "one row each time"
 
 
-@pytest.mark.parametrize("units", [AMPLE, SHORT])
+@pytest.mark.parametrize("units", mostly_slow([AMPLE, SHORT], [AMPLE]))
 def test_rows_that_changed_hands_do_not_go_to_and_fro(units: int) -> None:
     """Tenants take turns at having many requests; each request is let in and moved away at most once."""
     core = make_core(max_num_seqs=12, num_units=units)

@@ -3,6 +3,7 @@
 import pytest
 from driver import Driver, make_request
 from integrity import check_core
+from support.tables import mostly_slow
 
 from engine.api import EngineRequest, RequestTimes, SamplingParams
 from engine.colocation.waits import objective_of
@@ -155,7 +156,7 @@ def test_no_preempt_never_preempts_where_fcfs_does() -> None:
     assert preemptions["no-preempt"] == 0 < preemptions["fcfs"]
 
 
-@pytest.mark.parametrize("policy", [*ONLINE_POLICIES, *SIMULATED_POLICIES])
+@pytest.mark.parametrize("policy", mostly_slow([*ONLINE_POLICIES, *SIMULATED_POLICIES], ["fcfs", "goodput", "random"]))
 def test_every_policy_finishes_everything_and_repeats_itself(policy: str) -> None:
     simulated = SimulatedDevice.named("qwen2.5-0.5b", "a100-40gb")
 
