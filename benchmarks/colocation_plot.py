@@ -30,7 +30,7 @@ def draw(run: Run, ttft: float, tbt: float) -> str:
         [_dots(f"TTFT (limit {_time(ttft)})", firsts, TTFT_COLOUR), _dots(f"TBT ({_time(tbt)})", gaps, TBT_COLOUR)],
         x="",
         y="% of the limit",
-        marks=[Mark(100.0, "limit", horizontal=True)],
+        marks=[Mark(100.0, "limit")],
         span=span,
         top=120.0,
     )

@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 WIDTH, HEIGHT = 720.0, 260.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 34.0, 44.0
 COLOURS = ("#2a6fbb", "#c8553d", "#3a8f5c", "#8a5ab5", "#9a7b1f")
-MAX_POINTS = 600
 CHARACTER = 8.2
 """Width of a character in a legend, of text up to 15 high."""
 
@@ -42,11 +41,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A labelled limit: a vertical line at `at`, or a horizontal one."""
+    """A labelled limit: a horizontal line at `at`."""
 
     at: float
     label: str
-    horizontal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +81,9 @@ def chart(
     columns = [column for column in columns if column[1].size]
     if not columns:
         return f'<p class="empty">{escape(title)}: no measurements.</p>'
-    xs = np.concatenate([column[1] for column in columns] + [np.array([m.at for m in marks if not m.horizontal])])
-    xs = np.concatenate([xs, span or ()])
-    ys = np.concatenate([column[2] for column in columns] + [np.array([m.at for m in marks if m.horizontal])])
-    ys = np.concatenate([ys, [0.0, top], *(np.ravel(column[0].high) for column in columns)])
+    xs = np.concatenate([*(column[1] for column in columns), span or ()])
+    heights = [value for _, _, value in columns] + [np.ravel(item.high) for item, _, _ in columns]
+    ys = np.concatenate([*heights, [0.0, top], [mark.at for mark in marks]])
     across = _range(xs, LEFT, WIDTH - RIGHT, log=log_x)
     up = _range(ys[np.isfinite(ys)], HEIGHT - BOTTOM, TOP, log=False)
     parts = [f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>', *_axes(across, up, x, y)]
@@ -94,7 +91,7 @@ def chart(
     for (item, xs_of, ys_of), colour in zip(columns, colours, strict=True):
         parts += _line(item, xs_of, ys_of, across, up, colour)
     for number, mark in enumerate(marks):
-        parts += _mark(mark, across, up, number)
+        parts += _mark(mark, up, number)
     parts += _legend([column[0].name for column in columns], colours)
     body = "\n".join(parts)
     label = escape(title, {'"': "&quot;"})
@@ -127,12 +124,7 @@ def _clean(item: Series, log_x: bool) -> tuple[Floats, Floats]:
     keep = np.isfinite(x) & np.isfinite(y)
     if log_x:
         keep &= x > 0
-    x, y = x[keep], y[keep]
-    if x.size > MAX_POINTS and not item.dots:
-        # Means of equal runs keep the level of a long timeline; taking every n-th point would alias bursts.
-        runs = np.array_split(np.arange(x.size), MAX_POINTS)
-        x, y = np.array([x[run].mean() for run in runs]), np.array([y[run].mean() for run in runs])
-    return x, y
+    return x[keep], y[keep]
 
 
 def _range(values: Floats, start: float, end: float, *, log: bool) -> _Scale:
@@ -194,20 +186,14 @@ def _axes(across: _Scale, up: _Scale, x: str, y: str) -> list[str]:
     return parts
 
 
-def _mark(mark: Mark, across: _Scale, up: _Scale, number: int) -> list[str]:
-    bottom = HEIGHT - BOTTOM
-    if mark.horizontal:
-        at = up(mark.at)
-        line = f'<line class="mark" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>'
-        # The label of a line at the top is below it, outside the title. Labels are side by side, as levels are close.
-        place = f'x="{LEFT + 4 + 40 * number}" y="{at + (12 if at < TOP + 12 else -4):.1f}"'
-        return [line, f'<text class="mark" {place}>{escape(mark.label)}</text>']
-    at = across(mark.at)
-    line = f'<line class="mark" x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{bottom}"/>'
-    anchor = "end" if at > (LEFT + WIDTH - RIGHT) / 2 else "start"
-    shift = -4 if anchor == "end" else 4
-    place = f'x="{at + shift:.1f}" y="{bottom - 6}" text-anchor="{anchor}"'
-    return [line, f'<text class="mark" {place}>{escape(mark.label)}</text>']
+def _mark(mark: Mark, up: _Scale, number: int) -> list[str]:
+    at = up(mark.at)
+    # The label of a line at the top is below it, outside the title. Labels are side by side, as levels are close.
+    place = f'x="{LEFT + 4 + 40 * number}" y="{at + (12 if at < TOP + 12 else -4):.1f}"'
+    return [
+        f'<line class="mark" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>',
+        f'<text class="mark" {place}>{escape(mark.label)}</text>',
+    ]
 
 
 def _line(item: Series, x: Floats, y: Floats, across: _Scale, up: _Scale, colour: str) -> list[str]:

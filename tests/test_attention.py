@@ -128,16 +128,6 @@ def test_ragged_steps_equal_the_reference(shape: tuple[int, int, int], dtype: to
         )
 
 
-def test_one_long_context_does_not_pad_the_short_ones() -> None:
-    rows = table(17, 8192, 16)
-    chunks = np.array([[row, 100 + row, 1, 1] for row in range(16)] + [[16, 8000, 1, 1]], dtype=np.int64)
-    batch = arrange(chunks, rows, cell_bytes=2 * 3 * 64 * 2)
-    assert [last - first for first, last in batch.groups] == [1, 16]
-    assert batch.layout.rows[0] == 16
-    even = np.array([[row, 180 + row, 1, 1] for row in range(16)], dtype=np.int64)
-    assert len(arrange(even, rows, cell_bytes=2 * 3 * 64 * 2).groups) == 1
-
-
 def test_decodes_come_in_few_groups_whatever_the_contexts() -> None:
     rows = table(64, 8192, 16)
     contexts = np.random.default_rng(1).integers(1, 8192, 64)

@@ -139,14 +139,6 @@ def test_who_comes_and_goes_all_the_time_does_not_make_it_restless() -> None:
     assert len(machine.changes) <= 12
 
 
-def test_a_difference_of_chance_changes_nothing() -> None:
-    machine = Machine(counts=(1, 2), threads=1)
-    crew, draw = machine.crew, random.Random(3)
-    for index in range(50_000):
-        crew.observe(draw.lognormvariate(0.0, 0.4), index * 0.02)
-    assert len(machine.changes) <= 2  # of hundreds of trials
-
-
 def test_of_many_counts_the_neighbours_are_tried() -> None:
     machine = Machine(counts=(1, 4, 8, 12, 16), threads=8)
     machine.run(200)

@@ -1,7 +1,6 @@
 """Parts of the runner for CUDA on the CPU, with the kernels' twins; `test_runner` has what all backends share."""
 
 import dataclasses
-import threading
 from typing import NoReturn
 
 import numpy as np
@@ -9,16 +8,14 @@ import pytest
 import torch
 from cuda_engine import CudaDriver, make_driver
 from devices import pool_of
-from driver import make_request, submit_one
+from driver import make_request
 from support.tables import mostly_slow
 from test_runner import POISON, SAMPLED, check_greedy, crowd, make_decoder, run_in_waves, solo
 from tiny_models import FAMILY_CASES, FEW_FAMILIES, model_folder
 
-from engine.api import EngineInfo, FinishReason, SamplingParams
+from engine.api import FinishReason, SamplingParams
 from engine.arrays import IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.core import EngineCore
-from engine.engine import Engine
 from engine.execution.cuda.buffers import (
     DrawInputs,
     HeadSizes,
@@ -34,7 +31,7 @@ from engine.limits import Limits
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import load_spec
-from engine.scheduling.output import Collect, NewRequest, SchedulerOutput
+from engine.scheduling.output import NewRequest, SchedulerOutput
 from engine.triton_kernels import twins
 
 
@@ -141,31 +138,6 @@ def check_repeated(driver: CudaDriver) -> list[int]:
 
     device.forward = checked  # type: ignore[method-assign, assignment]
     return counts
-
-
-async def test_the_engine_launches_ahead() -> None:
-    """Under the event loop, with its two threads: more requests than rows, streams as a runner alone gives them."""
-    decoder = make_decoder()
-    driver = driver_of(decoder, seqs=3)
-    launches, runner = [], driver.runner
-    original = runner.launch
-
-    def launch(output: SchedulerOutput) -> Collect:
-        launches.append((output.step_id, threading.current_thread().name))
-        return original(output)
-
-    runner.launch = launch  # type: ignore[method-assign]
-    info = EngineInfo(200, 97, frozenset(), "Llama", "float32", "cpu", 1)
-    engine = Engine(EngineCore(driver.core.config), runner, info)
-    await engine.start()
-    requests = [make_request(f"r{i}", [5 + i, 7, 2 * i], 9, temperature=0.8, seed=i) for i in range(7)]
-    streams = [await submit_one(engine, dataclasses.replace(request, final_only=True)) for request in requests]
-    for request, stream in zip(requests, streams, strict=True):
-        (final,) = [output async for output in stream]
-        assert list(final.token_ids) == solo(request)
-    await engine.stop()
-    steps, threads = zip(*launches, strict=True)
-    assert list(steps) == list(range(len(steps))) and len(set(threads)) == 1
 
 
 def test_a_full_table_and_more_changes_than_the_buffer_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,13 +95,6 @@ def noise(seed: int, count: int) -> list[int]:
     return [rng.randrange(1000, 1_000_000) for _ in range(count)]
 
 
-def test_text_of_the_prompt_takes_a_fraction_of_the_steps() -> None:
-    proposer = Drafts()
-    begin(proposer, "r", noise(1, 5000))
-    steps, _ = answer(proposer, "r", noise(1, 5000)[2000:2400])
-    assert steps <= 400 / 9 + 8
-
-
 @pytest.mark.parametrize(
     ("first", "second", "shared"),
     [

@@ -137,31 +137,6 @@ async def test_warm_up_failure_is_raised_by_start() -> None:
     assert engine.state is not EngineState.READY
 
 
-async def test_stop_ends_every_stream() -> None:
-    engine = make_engine(1)
-    await engine.start()
-    streams = [await submit_one(engine, make_request(str(i), range(5), 4000)) for i in range(4)]
-    await engine.stop()
-    for stream in streams:
-        assert [o async for o in stream][-1].finish_reason is FinishReason.ABORT
-
-
-async def test_requests_arriving_during_a_step_join_the_next() -> None:
-    runner = GatedRunner()
-    engine = make_engine(0, runner)
-    await engine.start()
-    runner.open = False
-    first = await submit_one(engine, make_request("first", range(5), 3))
-    assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
-    second = await submit_one(engine, make_request("second", range(7), 3))
-    runner.permits.release(20)
-    assert len([o async for o in first]) == 3
-    assert len([o async for o in second]) == 3
-    # warm-up 2 steps, then: first alone, first + second three times at most
-    assert engine.stats().steps <= 2 + 4
-    await engine.stop()
-
-
 async def test_behind_a_short_step_of_its_own_cores_the_next_one_is_scheduled() -> None:
     runner = GatedRunner()
     engine = make_engine(1, runner, SHORT, ahead_seconds=0.02)

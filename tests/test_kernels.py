@@ -169,23 +169,6 @@ def test_prefill_work_splits_long_pasts(chunks: list[tuple[int, int]], size: int
     assert work.merging == bool(merges)
 
 
-def test_prefill_work_splits_where_few_tiles_stand_before_a_long_past() -> None:
-    """16 tiles fit side by side: one chunk behind 9,570 tokens takes them all, four share them, nine stay whole."""
-    work = PrefillWork(20, 200, 64, CPU, slots=16, tile=64)
-
-    def splits(*chunks: tuple[int, int]) -> list[int]:
-        firsts = np.cumsum([length for length, _ in chunks]) - chunks[0][0]
-        work.fill(np.array([(0, at, n, past) for at, (n, past) in zip(firsts, chunks, strict=True)], np.int32))
-        return [item[7] for item in work.items.tolist() if item[2]]
-
-    assert splits((29, 9570)) == [15] * 15
-    assert splits(*[(29, 9570)] * 4) == [4] * 16
-    assert splits(*[(64, 9570)] * 9) == [1] * 9
-    assert splits((29, 900)) == [1], "the merge would take the saved time"
-    beside = splits((29, 9570), *[(64, 0)] * 12)
-    assert beside.count(1) == 12 and len(beside) > 20, "short prompts beside it do not keep it whole"
-
-
 def test_too_much_work_is_refused() -> None:
     with pytest.raises(AssertionError, match="more query tiles"):
         PrefillWork(4, 2, 16, CPU).fill(np.array([[0, 0, 49, 0]], np.int32))

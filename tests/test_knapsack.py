@@ -113,17 +113,6 @@ def test_who_fits_runs_from_kv_in_the_given_order(candidates: list[Candidate], l
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(st.lists(st.tuples(values, blocks), min_size=1, max_size=9), st.integers(0, 60))
-def test_compact_is_refused_when_it_saves_nothing(rows: list[tuple[float, int]], capacity: int) -> None:
-    for ratio in (2, 4):  # r = 1 and r = 2
-        refused = [Candidate(value, 2 * size, ratio * size) for value, size in rows]
-        none = [Candidate(value, 2 * size) for value, size in rows]
-        selection = choose(refused, capacity, live=3, rho=0.0)
-        assert selection.compact == ()
-        assert selection == choose(none, capacity, live=3, rho=0.0)
-
-
-@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 10), st.integers(1, 9), st.floats(0.1, 5.0), st.integers(0, 90), st.integers(1, 60))
 def test_more_capacity_is_never_worse_among_equals(
     size: int, count: int, value: float, capacity: int, more: int

@@ -5,10 +5,9 @@ from driver import Driver, make_request
 from test_hybrid_scheduling import MODEL, check_solo, make
 
 from engine.api import FinishReason, RequestClass
-from engine.errors import ConfigError, QueueFullError
+from engine.errors import QueueFullError
 from engine.limits import UNLIMITED_QUEUE
 from engine.scheduling.objective import StepObjective
-from engine.scheduling.policies import find_policy
 
 TTFT = 2.0
 
@@ -97,14 +96,6 @@ def test_offline_work_loses_before_late_online_work() -> None:
     driver.run()
     preemptions = driver.stats().preemptions
     assert preemptions["online"] == 1 and "late" not in preemptions
-
-
-def test_the_tail_is_a_parameter_of_the_policy() -> None:
-    assert find_policy("goodput-strict").late_last
-    assert not any(find_policy(name).late_last for name in ("goodput", "goodput:0", "goodput:0.1", "apt:0"))
-    for name in ("goodput-strict:0", "apt:-0.1", "goodput:1.1", "apt:nan", "apt:x"):
-        with pytest.raises(ConfigError):
-            find_policy(name)
 
 
 def test_early_refusal_can_be_switched_off() -> None:

@@ -1,14 +1,12 @@
 """Parked pasts: which blocks leave the device, in which mix, and that no request waits for ever."""
 
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from driver import make_request
-from fakes.runner import solo
 from integrity import check_cache
-from test_core_fuzz import BLOCK, VOCAB, make_fuzz_driver
+from test_core_fuzz import BLOCK
 from test_hybrid_scheduling import check_solo, make
 
 from engine.api import EngineRequest, RequestClass, RequestTimes, SamplingParams
@@ -185,54 +183,6 @@ def test_copies_of_a_forgotten_past_are_called_off() -> None:
         shelf.cache.tiers.complete_step(0)
         assert shelf.host.num_free_units == 40 and shelf.pool.num_free_units == 40
         shelf.check()
-
-
-@pytest.mark.slow
-def test_every_mix_happens_and_changes_no_token() -> None:
-    """Random loads on pools that are too small: parked pasts are seen in all mixes of places and representations."""
-    seen: set[str] = set()
-    for seed in range(40):
-        rng = random.Random(seed)
-        tiers = (rng.choice([20, 40, 80]), rng.choice([6, 20]), rng.choice(["apt", "goodput-strict"]), seed % 2 == 0)
-        driver = make_fuzz_driver(seed % 2, 18, 5, 24, seed % 3 > 0, tiers)
-        requests = []
-        for index in range(14):
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(4, 30))]
-            request_class = RequestClass.OFFLINE if rng.random() < 0.4 else RequestClass.ONLINE
-            requests.append(make_request(str(index), prompt, rng.randrange(4, 24), request_class=request_class))
-            driver.add(requests[-1])
-            for _ in range(rng.randrange(3)):
-                driver.step()
-                seen |= mixes(driver.core.state.requests.values())
-        while driver.step():
-            seen |= mixes(driver.core.state.requests.values())
-        driver.run()
-        for request in requests:
-            expected = solo(request, VOCAB)
-            assert driver.outputs[request.request_id] == expected
-    assert seen >= {"device and host", "both kinds", "both kinds on the host", "dropped tail", "whole on the host"}, (
-        seen
-    )
-
-
-def mixes(requests: Iterable[Request]) -> set[str]:
-    found: set[str] = set()
-    for request in requests:
-        shape = where(request)
-        if not shape or request.status is RequestStatus.RUNNING:
-            continue
-        tiers, kinds = set(shape.lower()), {letter.isupper() for letter in shape}
-        found |= {"device and host"} if len(tiers) == 2 else set()
-        found |= {"whole on the host"} if tiers == {"h"} else set()
-        found |= {"both kinds"} if len(kinds) == 2 else set()
-        found |= {"both kinds on the host"} if {"h", "H"} <= set(shape) else set()
-        known = len(request.token_ids) - 1
-        found |= (
-            {"dropped tail"}
-            if request.cache_map.num_parked_tokens < known - BLOCK and request.num_output_tokens
-            else set()
-        )
-    return found
 
 
 # --- the host's split between K and V and hidden state ---------------------------------------------------------------

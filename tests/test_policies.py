@@ -21,7 +21,7 @@ from engine.scheduling.policies import (
 )
 from engine.virtual import Arrival, VirtualDriver
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner
-from loadgen.simulation.policies import SIMULATED_POLICIES, find_policy, fits_whole, shortest_remaining, shuffled
+from loadgen.simulation.policies import SIMULATED_POLICIES, find_policy, shortest_remaining
 from predictor.model import LatencyModel
 from predictor.slo import SLO
 
@@ -95,24 +95,6 @@ def test_srpt_orders_by_the_true_remaining_output() -> None:
     assert names(shortest_remaining(queue, context())) == ["r1", "r2", "r0"]
     queue[0].token_ids += [0] * 48  # it was preempted with two tokens to go
     assert names(shortest_remaining(queue, context())) == ["r0", "r1", "r2"]
-
-
-def test_random_is_a_fixed_order_per_seed() -> None:
-    queue = [waiting(i, 10, 0.0) for i in range(50)]
-    first = names(shuffled(queue, context(seed=1)))
-    assert first == names(shuffled(queue, context(seed=1)))
-    assert first != names(shuffled(queue, context(seed=2))) != names(queue)
-    assert [name for name in first if name != "r7"] == names(
-        shuffled([r for r in queue if r.arrival_order != 7], context(seed=1))
-    )
-
-
-def test_no_preempt_counts_the_longest_form_of_everybody() -> None:
-    request = waiting(0, 93, 0.0)  # 93 + 100 tokens, the last one is never computed on: 13 blocks, 26 units
-    assert fits_whole(request, context(num_units=26))
-    assert not fits_whole(request, context(num_units=25))
-    assert fits_whole(request, context(num_units=52, running=[waiting(1, 93, 0.0)]))
-    assert not fits_whole(request, context(num_units=51, running=[waiting(1, 93, 0.0)]))
 
 
 @pytest.mark.parametrize("name", ["shortest", "larry:", "larry:-1", "larry:nan", "larry:inf", "fcfs:1", ""])

@@ -40,14 +40,6 @@ def test_memory_that_lacks_is_waited_for_at_the_rate_at_which_running_requests_g
     assert sal_load(0, load._replace(running=0), RoutedPrompt(100)) == pytest.approx(240.0), "at least a token a step"
 
 
-def test_a_code_workload_frees_faster_than_chat() -> None:
-    """As printed in the paper beta multiplies: code, whose requests end after few tokens, would look the worse."""
-    full = load_of(running=10, num_units=1000, queued_units=500)
-    chat = full._replace(mean_input=1154.0, mean_output=211.0)
-    code = full._replace(mean_input=2047.0, mean_output=27.0)
-    assert sal_load(0, code, RoutedPrompt(80)) < sal_load(0, chat, RoutedPrompt(80))
-
-
 def test_what_is_in_the_prefix_cache_is_neither_computed_nor_stored_again() -> None:
     load = load_of(queued_units=10, available_units=10, num_units=100, running=1)
     assert sal_load(1, load, RoutedPrompt(800)) == pytest.approx(800.0)

@@ -29,7 +29,7 @@ from engine.limits import Limits, SchedulerConfig
 from engine.models.decoder import Adapt, Attend, Decoder
 from engine.models.spec import ModelSpec, spec_from_config
 from engine.models.weights import DummyTensors, build_weights
-from engine.scheduling.output import INVALID_TOKEN, AppendedEntries, Chunk, NewRequest, SchedulerOutput
+from engine.scheduling.output import INVALID_TOKEN, Chunk, NewRequest, SchedulerOutput
 
 pytestmark = pytest.mark.timeout(900)  # the native library may be built first
 VOCAB = 97
@@ -310,33 +310,6 @@ def bare_runner(decoder: Decoder) -> Runner[TorchDevice]:
 
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
-
-
-def test_deltas_by_hand() -> None:
-    """Chunks in any order, tokens the core has not seen, a row reused in the step that releases it."""
-    decoder = make_decoder()
-    runner = bare_runner(decoder)
-    a, b = (7, 11, 13, 17, 19), (23, 29)
-    first = runner.launch(
-        SchedulerOutput(
-            0,
-            (Chunk(2, 0, 2, True), Chunk(0, 0, 3, False)),
-            (NewRequest(0, "a", a, 5, GREEDY, kv(8, 3)), NewRequest(2, "b", b, 2, GREEDY, kv(0, 1))),
-        )
-    )()
-    b_expected = [int(reference_logits(decoder, list(b)).argmax())]
-    assert first.token_ids == b_expected
-    assert first.logprobs is None
-    assert first.latency > 0
-    appended = (AppendedEntries(0, kv(5, 12)),)
-    second = runner.launch(SchedulerOutput(1, (Chunk(2, 2, 1, True), Chunk(0, 3, 2, True)), (), appended))()
-    b_expected.append(int(reference_logits(decoder, [*b, *b_expected]).argmax()))
-    assert second.token_ids == [b_expected[1], int(reference_logits(decoder, list(a)).argmax())]
-    c = (2, 3, 5)
-    third = runner.launch(
-        SchedulerOutput(2, (Chunk(2, 0, 3, True),), (NewRequest(2, "c", c, 3, GREEDY, kv(1, 0)),), (), (2,))
-    )()
-    assert third.token_ids == [int(reference_logits(decoder, list(c)).argmax())]
 
 
 def test_steps_without_samples_or_chunks() -> None:

@@ -99,12 +99,6 @@ def test_noise_is_small_seeded_and_around_the_exact_time() -> None:
     assert min(many) >= 0.8 * exact
 
 
-def test_a_token_for_every_sample() -> None:
-    runner = SimulatedRunner(SimulatedDevice.named("opt-13b", "a100-40gb"))
-    result = runner.launch(step(Chunk(0, 9, 1, True), Chunk(1, 0, 32, False), Chunk(2, 32, 8, True)))()
-    assert len(result.token_ids) == 2
-
-
 def test_requests_end_at_their_true_length_which_the_scheduler_does_not_see() -> None:
     simulated = SimulatedDevice.named("qwen2.5-0.5b", "a100-40gb")
     core = EngineCore(SchedulerConfig(num_units=1000, max_model_len=512))

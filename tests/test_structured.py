@@ -35,11 +35,9 @@ from engine.models.decoder import Decoder
 from engine.models.linear import make_linear
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights
-from engine.profiling.calibration import INSIDE_STRING, measure_profile
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from engine.triton_kernels import twins
-from predictor.profile import ProfileKey
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
 EOS = 2
@@ -356,33 +354,6 @@ def test_an_answer_that_is_complete_ends_however_short() -> None:
 
 
 # Costs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["native", "cuda"])
-def test_the_sweep_measures_steps_with_masks(backend: str) -> None:
-    """Of a real grammar on a real runner, which serves afterwards as if nothing had happened."""
-    driver, whole = make_driver(backend), make_driver(backend)
-    runner: Runner[Any] = driver.runner  # type: ignore[assignment]
-    assert not runner.can_enforce(INSIDE_STRING)
-    runner.enforce(compiler())
-    begun: list[int] = []
-    start = runner.masks.start  # type: ignore[union-attr]
-
-    def count(where: Any, *rest: Any) -> Any:
-        begun.append(len(where))
-        return start(where, *rest)
-
-    runner.masks.start = count  # type: ignore[union-attr, method-assign]
-    key = ProfileKey("demo", "cpu", "float32", "1")
-    limits, vocab = driver.core.config.limits, spec().vocab_size
-    profile = measure_profile(runner, limits, vocab, key, 3.0, masks=runner.can_enforce(INSIDE_STRING))
-    masked_steps = [features for features, _ in profile.sweep if features.masked_rows]
-    assert len(begun) > len(masked_steps) > 0 and len({features.masked_rows for features in masked_steps}) > 1
-    for each in (driver, whole):
-        each.add(ask("after", json_grammar(SCHEMAS["object"]), seed=3))
-        each.run()
-    assert driver.outputs == whole.outputs
 
 
 # Which requests wait for others

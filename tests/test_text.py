@@ -95,15 +95,6 @@ def test_token_bytes_join_to_the_text(name: str) -> None:
     assert tokenizer.token_bytes(10**9) == b"" and tokenizer.token_bytes(-1) == b""
 
 
-def test_token_bytes_of_single_tokens() -> None:
-    llama = load("llama2")
-    assert llama.token_bytes(3 + 0xE2) == b"\xe2"
-    assert llama.token_bytes(2) == b"</s>"
-    qwen = load("byte_level")
-    assert qwen.token_bytes(qwen.encode("<|im_end|>")[0]) == b"<|im_end|>"
-    assert load("words").token_bytes(2) == b"alpha"
-
-
 def test_template_given_as_file_or_text(tmp_path: Path) -> None:
     folder = folders.byte_level(tmp_path / "model", None)
     with pytest.raises(InvalidRequestError, match="no chat template") as caught:

@@ -10,11 +10,10 @@ import pytest
 from driver import Driver, is_error, make_request, outputs_of, submit_one
 from fake_engine import serve
 from fakes.runner import FakeRunner, solo
-from fixtures import refuse_blocking
 from integrity import check_core
 
 from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass
-from engine.build import build_engine, plan_launch
+from engine.build import plan_launch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine import Engine
@@ -22,7 +21,6 @@ from engine.errors import EngineUnavailableError
 from engine.limits import SchedulerConfig
 from engine.loop.watchdog import ProgressWatchdog
 from engine.request import RequestStatus
-from engine.scheduling.report import report_stats
 from engine.scheduling.waiting import WaitingQueue
 from engine.text.tokenizer import Tokenizer
 
@@ -203,43 +201,6 @@ def test_a_recovery_in_the_middle_of_everything_changes_no_answer(attempt: int) 
     driver.run()
     for request in requests:
         assert driver.outputs[request.request_id] == solo(request, VOCAB)
-
-
-async def test_a_line_evicted_often_stops_nobody_over_http(tmp_path: Any) -> None:
-    """The packaged model behind the real server: one flex answer, and chats that each need its room."""
-    config = EngineConfig(
-        device="cpu",
-        dtype="float32",
-        num_gpu_blocks_override=20,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        profile_seconds=0.0,
-        slo="ttft_p99=1ms,tbt_p99=10s",
-    )
-    plan = plan_launch(config)
-    tokenizer = Tokenizer.load(plan.folder, probe=False)
-    engine = build_engine(config, plan)
-
-    def ask(length: int, output: int, first: int, **extra: Any) -> dict[str, Any]:
-        prompt = [first + 5, *([7] * (length - 1))]
-        return {"model": "fake-model", "prompt": prompt, "max_tokens": output, "ignore_eos": True, **extra}
-
-    with refuse_blocking():
-        async with (
-            serve(engine, tokenizer, None) as served,
-            httpx.AsyncClient(base_url=served.url, timeout=60) as client,
-        ):
-            flex = asyncio.create_task(client.post("/v1/completions", json=ask(120, 60, 0, service_tier="flex")))
-            for index in range(10):
-                await until(lambda: report_stats(engine.core.state).running[OFFLINE] == 1)
-                chat = await client.post("/v1/completions", json=ask(300, 2, index + 1))
-                assert chat.status_code == 200, chat.text
-                assert not flex.done()
-            line = await flex
-            assert line.status_code == 200 and line.json()["usage"]["completion_tokens"] == 60
-            assert engine.stats().preemptions["online"] == 10
-            assert engine.stats().stalls == 0
-            assert (await client.get("/ready")).status_code == 200
 
 
 async def test_ready_says_why_it_is_not(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
