@@ -31,7 +31,7 @@ def test_the_command_of_a_checkout_and_of_a_wheel(extra: str, tmp_path: Path, mo
 def test_simulations_need_no_extra(command: str) -> None:
     program = (
         "import sys; sys.modules.update(dict.fromkeys(('aiohttp', 'pyarrow', 'obstore', 'psycopg', 'torch')))\n"
-        f"from gateway import cli; sys.exit(cli.main(['{command}', '--help']))"
+        f"from tidemill import cli; sys.exit(cli.main(['{command}', '--help']))"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0 and f"tidemill {command}" in done.stdout, done.stderr

@@ -120,7 +120,7 @@ def test_the_library_reads_what_the_command_decides(flags: list[str], told: bool
     program = (
         "import sys; from engine import openmp; openmp.processor_share = lambda threads: 0.3\n"
         "openmp.is_built = lambda: True\n"
-        f"from gateway import cli; sys.exit(cli.main(['profile', '/no/such/model', '--device', 'cpu', *{flags}]))"
+        f"from tidemill import cli; sys.exit(cli.main(['profile', '/no/such/model', '--device', 'cpu', *{flags}]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != POLICY}
     environment |= {"OMP_NUM_THREADS": "2", "OMP_DISPLAY_ENV": "true"}
