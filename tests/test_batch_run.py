@@ -22,14 +22,13 @@ from fixtures import http_server
 from obstore.store import MemoryStore
 from support.tables import for_each
 
-import tidemill.batch
 import tidemill.run as runs
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.server import bind
 from tidemill import Batch, BatchResult, cli
 from tidemill import client as client_module
-from tidemill.client import ChatError, ChatOptions, RefusedError, ServerClient
+from tidemill.client import ChatError, ChatOptions, ServerClient
 from tidemill.recipe import Recipe, is_final
 
 ROWS = [{"id": 1, "text": 'one, "quoted"'}, {"id": 2, "text": "two\nlines\u2028"}, {"id": 3, "text": "drei ü"}]
@@ -202,38 +201,6 @@ def test_what_is_tried_again() -> None:
         return is_final({"response": status and {"status_code": status, "body": {}}, "error": None})
 
     assert [of(status) for status in (200, 400, 404, 429, 503, None)] == [True, True, True, False, False, False]
-
-
-def test_a_full_server_gets_the_next_part_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three parts the second is refused with 429 until the first has ended."""
-    monkeypatch.setattr(runs, "MAX_LINES", 1)
-    calls: list[str] = []
-
-    class Full:
-        def upload(self, path: Path) -> str:
-            calls.append("upload")
-            return path.read_text()
-
-        def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-            if calls[-1] == "upload" and calls.count("create") == 1 and "refuse" not in calls:
-                calls.append("refuse")
-                raise RefusedError("the tenant has no room", 429)
-            calls.append("create")
-            return {"id": body["input_file_id"]}
-
-        def batch(self, batch_id: str) -> dict[str, Any]:
-            counts = {"total": 1, "completed": 1, "failed": 0}
-            return {"id": batch_id, "status": "completed", "request_counts": counts, "output_file_id": batch_id}
-
-        def download(self, file_id: str, target: Any) -> None:
-            body = {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}
-            row = {"custom_id": json.loads(file_id)["custom_id"], "response": {"status_code": 200, "body": body}}
-            target.write(json.dumps(row).encode())
-
-    monkeypatch.setattr(tidemill.batch, "ServerClient", lambda _options: Full())
-    result = Batch(ROWS, prompt="{text}", model="m", follow=silent).run()
-    assert [row["answer"] for row in result] == ["yes"] * 3
-    assert calls == ["upload", "create", "upload", "refuse", "create", "upload", "create"]
 
 
 @for_each(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk, Log, RecordingDisk
+from recording_disk import Log, RecordingDisk
 from support.tables import for_each
 
 from gateway.store.disk import QUIET_SECONDS, Disk, DiskFile, StorageError, StorageHealth, UnreadableError, read_errors
@@ -33,21 +33,6 @@ def test_a_file_is_written_synced_renamed_and_its_folder_synced_in_this_order(tm
     assert [(kind, name) for kind, name, _ in log.entries] == [
         ("create", "tmp/t"), ("write", "tmp/t"), ("sync", "tmp/t"), ("rename", "tmp/t"), ("sync_folder", "files"),
     ]  # fmt: skip
-
-
-def test_only_the_owner_can_read(tmp_path: Path) -> None:
-    assert publish(Disk(), tmp_path).stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("code", [NO_SPACE, IO_ERROR])
-@pytest.mark.parametrize("number", range(5))
-def test_a_fault_at_any_operation_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
-    disk = FaultyDisk({number: code})
-    with pytest.raises(StorageError) as caught, disk.storing():
-        publish(disk, tmp_path)
-    assert caught.value.status == 507 and os.strerror(code) not in caught.value.message
-    assert not list((tmp_path / "tmp").iterdir()) and not list((tmp_path / "files").iterdir())
-    assert publish(disk, tmp_path).read_bytes() == b"content"
 
 
 FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENOENT, errno.EACCES, errno.ESTALE)

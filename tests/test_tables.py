@@ -304,6 +304,25 @@ def test_a_refused_line_is_a_failed_row() -> None:
     assert [row["status"] for row in run(Server(), rows, None)[0]].count("failed") == 1, "a row lacks the column"
 
 
+def test_a_full_server_gets_the_next_part_later() -> None:
+    """The server refuses the second of three parts with 429 once; its file is not uploaded again."""
+
+    class Full(Server):
+        refused = 0
+
+        def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+            if len(self.batches) == 1 and not self.refused:
+                self.refused = 1
+                raise RefusedError("the tenant has no room", 429)
+            return super().call(method, path, body)
+
+    server, rows = Full(), [{"text": text} for text in "abc"]
+    with patch("tidemill.run.MAX_LINES", 1), patch("tidemill.run.POLL_SECONDS", 0.01):
+        result, _ = run(server, rows, None)
+    assert [row["answer"] for row in result] == ["A", "B", "C"] and server.refused
+    assert len(server.batches) == len([name for name in server.files if name.startswith("file-")]) == 3
+
+
 def test_a_lost_result_file_is_computed_again() -> None:
     server = Server()
     real, lost = server.download, ["batch-0-out"]
