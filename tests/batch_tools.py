@@ -1,4 +1,4 @@
-"""What the tests of files and batches share: input lines, a client, waiting, and the promises that must always hold."""
+"""Shared parts of the tests of files and batches: input lines, a client, waiting, and invariants."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def submit(client: openai.AsyncOpenAI, content: bytes, endpoint: str = "/v
 
 
 async def until(client: openai.AsyncOpenAI, batch_id: str, *statuses: str) -> Any:
-    """The batch once it is in one of these states, or at its end."""
+    """Return the batch in one of these states, or at its end."""
     while True:
         batch = await client.batches.retrieve(batch_id)
         if batch.status in (statuses or TERMINAL):

@@ -1,6 +1,6 @@
-"""A `Disk` that writes down what it does, one that forgets a barrier, and one that fails; and crash images of a log.
+"""A `Disk` that records its operations, a `Disk` that fails, and crash images of a recorded log.
 
-An image is what may be left after a power loss at some point of the log, in three readings: nothing that was not
+An image is a possible state after a power loss at some point of the log, in three readings: nothing that was not
 fsynced ("cautious"), everything ("eager"), and names without the data behind them ("torn").
 """
 
@@ -78,7 +78,7 @@ class RecordingDisk(Disk):
 
 
 class FaultyDisk(Disk):
-    """Fails at the operations whose numbers are in `faults`, with what is given there. Counts from 0."""
+    """Fails at the operations whose numbers (from 0) are in `faults`, with the given errno."""
 
     def __init__(self, faults: dict[int, int]) -> None:
         super().__init__()

@@ -198,7 +198,7 @@ async def test_a_message_batch_from_creation_to_deletion(batches: Batches) -> No
     assert deleted.id == batch.id and not [file async for file in ours.files.list()]
     line = {"custom_id": "a", "method": "POST", "url": "/v1/messages", "body": good[0]["params"]}
     content = json.dumps(line).encode()
-    for name in (*names, "message_batch.jsonl"):  # a user's file stays, whatever its name
+    for name in (*names, "message_batch.jsonl"):  # a user's file stays under any name
         given = await ours.files.create(file=(name, content), purpose="batch")
         own = await ours.batches.create(input_file_id=given.id, endpoint="/v1/messages", completion_window="24h")  # type: ignore[arg-type]
         await ended(client, f"msg{own.id}")

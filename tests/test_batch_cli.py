@@ -1,4 +1,4 @@
-"""`tidemill batch` against a real server: what it prints, writes and returns."""
+"""`tidemill batch` against a real server: its output, files and exit codes."""
 
 import asyncio
 import io

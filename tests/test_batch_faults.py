@@ -35,7 +35,7 @@ ONE_BY_ONE = BatchLimits(window_lines=2, retry_seconds=0.01, tick_seconds=0.05, 
 
 
 class Doubtful(sqlite3.Connection):
-    """Chosen commits fail as a failing fsync does; `happens`: what they were to make durable is there all the same."""
+    """Chosen commits fail as a failing fsync does; `happens`: the changes are durable all the same."""
 
     faults: frozenset[int] = frozenset()
     happens = True
@@ -261,7 +261,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lock_of(root: Path) -> sqlite3.Connection:
-    """What a backup tool holds: no other process can write."""
+    """Hold a write lock, as a backup tool does: no other process can write."""
     connection = sqlite3.connect(root / "tidemill.db", isolation_level=None)
     connection.execute("BEGIN IMMEDIATE")
     return connection

@@ -20,7 +20,7 @@ from support.lazy import openai
 ResultT = TypeVar("ResultT")
 LINES = 2000
 SERVER = Path(__file__).parent / "batch_kill_server.py"
-# What may be going on when the end comes: twice as often as each operation happens in a whole run, roughly, as odd
+# Activities at the time of the kill: twice as often as each operation happens in a whole run, roughly, as odd
 # numbers mean after an operation, even ones before it.
 DEATHS = {"write": 70, "sync": 70, "rename": 4, "sync_folder": 10, "commit": 76}
 

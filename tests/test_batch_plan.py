@@ -1,4 +1,4 @@
-"""The forecast of batches: ranges of ends, the measured rate, who is at risk, and what clients are told of it."""
+"""The forecast of batches: ranges of ends, the measured rate, batches at risk, and the notes for clients."""
 
 import asyncio
 import math

@@ -1,7 +1,7 @@
 """The worker under power loss, faulty disks, many jobs and a clock that jumps.
 
-Power loss: a scenario runs once over a recording disk; every prefix of its log, in three readings of what the disk may
-hold, is started again and must keep all that was acknowledged. Then each fsync and rename is left out of the log: each
+Power loss: a scenario runs once over a recording disk; every prefix of its log, in three readings of the disk after a
+crash, is started again and must keep each acknowledged change. Then each fsync and rename is left out of the log: each
 time some image must break a promise, or the operation would be for nothing.
 """
 
@@ -68,7 +68,7 @@ ONE_BY_ONE = BatchLimits(window_lines=2, retry_seconds=0.01, tick_seconds=0.05)
 
 @dataclass
 class Recorded:
-    """A log with acknowledgements in it, and what was sent."""
+    """A log with acknowledgements, and the uploaded content."""
 
     log: Log
     content: bytes
@@ -199,8 +199,8 @@ async def test_every_crash_keeps_every_promise(recorded: Recorded, tmp_path: Pat
 
 @pytest.mark.slow
 def test_no_fsync_and_no_rename_is_for_nothing(recorded: Recorded, tmp_path: Path) -> None:
-    """Without any one of them some crash breaks a promise. (The journal needs one fsync per group, and each group's
-    acknowledgement must come after it.)"""
+    """Without any of these operations some crash breaks a promise. (The journal needs one fsync per group, before the
+    acknowledgement of the group.)"""
     barriers = recorded.log.barriers()
     assert len(barriers) >= 9
     for number in barriers:
@@ -319,7 +319,7 @@ async def test_a_long_fault_pauses_jobs_answers_507_and_spares_online(tokenizer:
 async def test_a_lost_state_folder_is_said_by_ready_and_metrics_while_chats_go_on(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Before anybody tries to store something, and until it is back."""
+    """Before the first upload, and until the folder is back."""
     place, away = tmp_path / "state", tmp_path / "away"
     async with batch_server(tokenizer, place) as (served, client), httpx.AsyncClient(timeout=60) as http:
 
@@ -596,7 +596,7 @@ def readers(path: Path) -> list[str]:
 
 
 async def test_a_stop_ends_a_validation(tmp_path: Path) -> None:
-    """Here it reads from a pipe that nobody writes to: the process ends with the server, and the batch begins anew."""
+    """Here it reads from a pipe without a writer: the process ends with the server, and the batch begins anew."""
     content = jsonl([line(1)])
     async with batch_worker(tmp_path, clock=lambda: 1000.0, apart=True) as worker:
         batch = await add_batch(worker._folder, content, now=1000, window=1000)

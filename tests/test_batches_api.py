@@ -137,7 +137,7 @@ TRANSLATED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("endpoint", TRANSLATED)
 async def test_lines_of_other_apis_are_answered_in_their_shapes(ready: Ready, endpoint: str) -> None:
-    """What is wrong with one is told by the names of its API; a batch counts the usage of its lines."""
+    """An error of a line has the names of its API; a batch counts the usage of its lines."""
     _, client = ready
     body = TRANSLATED[endpoint]
     bodies = [body, body, {**body, "tool_choice": {"type": "any"} if "messages" in body else "required"}]

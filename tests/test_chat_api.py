@@ -215,7 +215,7 @@ async def test_ignoring_the_end_of_sequence(served: Served) -> None:
 async def test_a_stop_string_across_tokens_ends_the_request(
     start_server: StartServer, tokenizer: Tokenizer, stream: bool, burst: int
 ) -> None:
-    """The engine is told, what it gave beyond is dropped, and usage ends with the token that completed the string."""
+    """The request is aborted, surplus tokens are dropped, and usage ends with the token that completed the string."""
     text = "the quick brown fox jumps over the lazy dog"
     served = await start_server(text, burst=burst)
     if stream:

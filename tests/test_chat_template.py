@@ -221,7 +221,7 @@ def test_control_tokens_are_found_longest_first(tokens: set[str], text: str) -> 
 
 
 def test_control_tokens_share_their_beginnings_in_the_pattern() -> None:
-    """Else every place in a text that looks like a control token would be compared with each of them."""
+    """Else every place in a text that looks like a control token would be compared with each token."""
     names = [f"<|reserved_special_token_{number}|>" for number in range(1000)]
     pattern = chat_template._pattern([AddedToken(name) for name in ["<|eot_id|>", *names]]).pattern
     assert pattern.count("reserved") == 1 and max(map(len, re.findall(r"(?:\|[0-9])+", pattern))) <= 20

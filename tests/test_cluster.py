@@ -264,7 +264,7 @@ def test_servers_exchange_usage_loads_and_keys(three: list[RowStore], steps: lis
 
 
 async def test_servers_race_for_every_line(three: list[RowStore]) -> None:
-    """Three servers answer lines of two batches at once, many of them twice: each line and its usage counts once."""
+    """Three servers answer lines of two batches at once, many lines twice: each line and its usage counts once."""
     runs, dice = Runs(300), random.Random(1)
     blocks = [runs.ranks(index).start // runs.size for index in range(runs.count)]
     batches = [(await a_batch(three[0], tenant)).id for tenant in "ab"]

@@ -1,4 +1,4 @@
-"""Bodies and batch lines that cost more than they weigh: for each, what is built and what is told of are counted.
+"""Bodies and batch lines that cost more than they weigh: each test counts the built values and the reported errors.
 One server for all of it."""
 
 import asyncio
@@ -36,11 +36,11 @@ one_loop = pytest.mark.asyncio(loop_scope="module")
 
 MOST_ERRORS = 64
 CONTEXT, LONGEST_TOKEN = 512, 13
-MOST_CHARS = CONTEXT * LONGEST_TOKEN + 64 * wire.MAX_MESSAGES  # what a template adds to each message
+MOST_CHARS = CONTEXT * LONGEST_TOKEN + 64 * wire.MAX_MESSAGES  # the template adds text to each message
 
 
 def size_of(value: Any) -> JsonSize:
-    """What was built of a JSON text, counted one by one."""
+    """Count the values of a parsed JSON text one by one."""
     containers = strings = values = 0
     waiting = [value]
     while waiting:
@@ -58,7 +58,7 @@ def size_of(value: Any) -> JsonSize:
 
 @dataclass
 class Work:
-    """What the server did since the last look."""
+    """Work of the server since the last call of `clear`."""
 
     built: list[JsonSize] = field(default_factory=list)
     inline_bytes: list[int] = field(default_factory=list)
@@ -207,7 +207,7 @@ def test_a_line_costs_its_reader_little(work: Work, names: list[str]) -> None:
         assert {error.line for error in report.errors} <= {1}, bomb.name
 
 
-# --- what is counted
+# --- counts
 
 
 json_values = st.recursive(

@@ -1,4 +1,4 @@
-"""Embeddings: vectors equal to transformers', whatever the chunks, the neighbours and the memory; the endpoint."""
+"""Embeddings: vectors equal to transformers', for any chunks, neighbours and memory; the endpoint."""
 
 import asyncio
 import functools
@@ -146,7 +146,7 @@ def test_a_vector_that_is_not_finite_ends_its_request_alone() -> None:
     assert len(driver.outputs["chat"]) == 5
 
 
-# What a checkpoint says
+# Settings of a checkpoint
 
 
 def write(folder: Path, name: str, content: Any) -> None:

@@ -171,7 +171,7 @@ class Base:
 
 
 class Engine:
-    """Answers lines; `limit` of them, then none."""
+    """Answers lines; no more than `limit`."""
 
     def __init__(self, limit: float = float("inf")) -> None:
         self.limit = limit

@@ -1,4 +1,4 @@
-"""Keys: the file, its rights, tenants and tiers, and what a server makes of them."""
+"""Keys: the file, its rights, tenants and tiers, and their effect on a server."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Failures of batch lines: which are error rows, which are retries, and what a client and an operator see of them."""
+"""Failures of batch lines: error rows, retries, and their report to the client and the operator."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""Bounds on what the gateway makes of a large request; `test_cost` measures that the work grows linearly."""
+"""Bounds on the work of the gateway for a large request; `test_cost` measures that the work grows linearly."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""/metrics: what is observed as answers go out, what is read from the engine, and the vLLM names."""
+"""/metrics: observations of answers, statistics of the engine, and the names of vLLM."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""What the README and the guides show runs as it is printed: Python, curl and `tidemill` commands."""
+"""Commands of the README and the guides run as printed: Python, curl and `tidemill` commands."""
 
 import asyncio
 import contextlib

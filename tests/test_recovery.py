@@ -51,7 +51,7 @@ async def begin(folder: StateFolder, status: str = "in_progress") -> BatchJob:
 
 
 def found(root: Path) -> set[str]:
-    """What is in lost+found, by its former place."""
+    """Return the files in lost+found by their former place."""
     places = (root / "lost+found").glob("*/**/*")
     return {str(Path(*path.relative_to(root).parts[2:])) for path in places if path.is_file()}
 
@@ -197,7 +197,7 @@ def test_another_database_deletes_nothing(tmp_path: Path, damage: Any, caplog: p
 
 
 async def test_an_older_database_goes_on_with_its_own_and_keeps_the_rest(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """The database of the morning is put back: what came later is set aside, what it knows is served."""
+    """The database of the morning is put back: later files are set aside, files that it knows are served."""
     state, backup = tmp_path / "state", tmp_path / "backup.db"
     async with batch_server(tokenizer, state) as (_, client):
         first = await until(client, (await submit(client, jsonl([line(1)]))).id)
@@ -213,7 +213,7 @@ async def test_an_older_database_goes_on_with_its_own_and_keeps_the_rest(tokeniz
         ready = (await http.get(f"{served.url}/ready")).json()
         assert ready["status"] == "ok" and "2 files" in ready["storage_notice"]
         assert "lost+found/" in ready["storage_notice"] and str(state) not in ready["storage_notice"]
-    for path in (state / "lost+found").glob("*/files/*"):  # what the message tells to do brings it back
+    for path in (state / "lost+found").glob("*/files/*"):  # the command of the message brings it back
         path.rename(state / "files" / path.name)
     lose(state)
 

@@ -1,4 +1,4 @@
-"""The request log: what a line says of each kind of end, why an SLO was missed, full disks, full buffers, logrotate."""
+"""The request log: the line of each kind of end, causes of missed SLOs, full disks, full buffers, logrotate."""
 
 import asyncio
 import errno

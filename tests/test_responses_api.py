@@ -143,7 +143,7 @@ async def test_events_tell_of_what_the_response_holds(tmp_path: Path) -> None:
 
 
 async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
-    """What the model did in one go - thoughts, text, calls - reaches the template as one message."""
+    """Thoughts, text and calls of one answer reach the template as one message."""
     template = THINKS.replace("{{ message.content", "({{ message.reasoning_content }}){{ message.content")
     async with scripted(tmp_path, f"<think>hm</think>\n\n{TWO}", template) as served, client_of(served) as client:
         history: list[Any] = [{"role": "user", "content": "Weather?"}]
@@ -161,8 +161,8 @@ async def test_a_tool_loop_sends_back_what_it_got(tmp_path: Path) -> None:
 
 
 async def test_what_codex_sends(tmp_path: Path) -> None:
-    """Items of its own making, hosted tools beside functions, metadata of its own; its instructions and what it says as
-    developer are one system message, as templates want it."""
+    """Items of its own making, hosted tools beside functions, metadata of its own; its instructions and its developer
+    message are one system message, as templates want it."""
     hosted = ("mcp", "file_search", "code_interpreter", "computer_use_preview", "apply_patch", "shell", "new_kind")
     tools = [*TOOLS, {"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "apply_patch"}]
     tools += [{"type": kind, "server_label": "x", "container": {"type": "auto"}} for kind in hosted]

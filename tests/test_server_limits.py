@@ -162,7 +162,7 @@ async def test_every_route_needs_a_key_but_health_and_ready(tokenizer: Tokenizer
 
 
 async def test_a_trailer_is_no_header(start_server: StartServer) -> None:
-    """In one packet, so that the trailer has come before anybody looks at the headers."""
+    """In one packet, so that the trailer arrives before the headers are read."""
     served = await start_server(api_key=("sk-a",))
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     body = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(CHAT), CHAT)
@@ -522,7 +522,7 @@ async def test_systemd_is_told_when_it_serves_and_when_it_ends(
 async def test_it_drains_also_where_no_thread_is_to_be_had(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A system that has run out of threads or memory is one that somebody wants to stop."""
+    """An operator stops a system that has run out of threads or memory."""
 
     def no_more(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -591,7 +591,7 @@ TESTS = Path(__file__).parent
 
 
 async def started(*arguments: str) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
-    """Start Python, and give the process and what it writes; output and errors are one stream."""
+    """Start Python; return the process and its output stream; output and errors are one stream."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, *arguments),
         stdout=asyncio.subprocess.PIPE,
@@ -697,7 +697,7 @@ async def _logged(stream: asyncio.StreamReader, text: bytes) -> bytes:
 
 
 async def _until_running(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Ask until the request has come through: only what has been queued can hold up the end."""
+    """Ask until the request has come through: only queued requests can delay the end."""
     raw = Raw(reader, writer)
     while True:
         raw.send(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")

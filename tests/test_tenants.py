@@ -45,7 +45,7 @@ def holding(tokenizer: Tokenizer) -> Callable[[EngineRequest], Script]:
 async def started(
     tokenizer: Tokenizer, root: Path, keys: str | tuple[str, ...], *clients: str, **more: Any
 ) -> AsyncIterator[tuple[Served, dict[str, openai.AsyncOpenAI]]]:
-    """A server with a key file (a path) or --api-key values, and a client for each of these keys."""
+    """A server with a key file (a path) or --api-key values, and a client for each key of `clients`."""
     config = {"api_key_file": keys} if isinstance(keys, str) else {"api_key": keys}
     async with (
         batch_server(tokenizer, root / "state", holding(tokenizer), **config | more) as (served, _),

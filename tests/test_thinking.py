@@ -26,11 +26,11 @@ THINKS = TEMPLATE + "{% if add_generation_prompt %}<think>{% endif %}{% if false
 MAY_THINK = TEMPLATE + "{% if false %}</think>{% endif %}"
 
 
-# What is counted
+# Counts
 
 
 def count_slowly(marks: ThoughtMarks, begun: bool, ids: list[int]) -> tuple[int, bool]:
-    """Tokens of thoughts and whether one is open, by looking for marks in what is left."""
+    """Tokens of thoughts and whether one is open, by searching the remaining tokens for marks."""
     total, thinking = 0, begun
     inside: list[int] = []
     for token_id in ids:
@@ -74,7 +74,7 @@ def test_what_follows_the_only_thought_is_said() -> None:
     assert plain.advance([1, 9, 2]) == [1, 9, 2] and not plain.thinking and not plain.may_begin
 
 
-# What is drawn
+# Drawn tokens
 
 
 @functools.cache
@@ -95,7 +95,7 @@ def drafts_of(known: Any, backend: str) -> Oracle:
 @pytest.mark.parametrize("backend", ["torch", "native", "cuda"])
 def test_a_spent_budget_closes_the_thought_and_nothing_else_changes(backend: str) -> None:
     """Among others, in a pool that is too small, with penalties, bias against the mark, a least length, and with its
-    first token as a stop: up to the mark an answer is what it would have been."""
+    first token as a stop: up to the mark an answer is the same as without a budget."""
     free, held, drafted = make_driver(backend), make_driver(backend, num_blocks=60), make_driver(backend, num_blocks=60)
     drafted.core.state.speculation = drafts_of(held, backend)
     options: list[dict[str, Any]] = [
@@ -174,7 +174,7 @@ def test_a_grammar_holds_behind_the_thought(backend: str) -> None:
         assert closed < 0 or name.startswith("begun") or ids[0] == opening[0]
 
 
-# What clients see
+# Answers to clients
 
 
 async def test_usage_counts_thoughts_and_the_budget_reaches_the_engine(tmp_path: Path) -> None:

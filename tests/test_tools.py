@@ -1,4 +1,4 @@
-"""Calls of functions: how answers are taken apart, what is offered and refused, and what clients see."""
+"""Calls of functions: parsed answers, offered and refused tools, and the answers to clients."""
 
 import dataclasses
 import functools
@@ -510,7 +510,7 @@ def read_calls(name: str, text: str) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_required_calls_are_in_the_format_of_the_model(writing: Writing, name: str) -> None:
-    """What a model of the family writes is admitted; whatever is admitted can be read, and is valid."""
+    """The grammar admits the calls of the family; each text that it admits can be read, and is valid."""
     calls = WRITTEN[:1] if name in ("llama3_json", "harmony") else WRITTEN
     assert writing.takes(writing.matcher(name), write(name, calls))
     wrong = [("report", {**WRITTEN[0][1], "kind": "z"})]

@@ -45,7 +45,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
 
 
 async def spans_of(served: Served, received: list[bytes]) -> list[Span]:
-    """What has been sent, once all of it has."""
+    """Return the spans after the last one was sent."""
     (add,) = served.app.state.context.metrics.on_end
     traces = add.__self__
     assert isinstance(traces, Traces)

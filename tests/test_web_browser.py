@@ -184,27 +184,6 @@ def test_an_answer_that_was_cut_off_says_so_and_goes_on(page: Any) -> None:
     assert page.find_element(By.CSS_SELECTOR, ".turn.assistant .text").text.startswith(shown)
 
 
-def test_thoughts_are_folded_and_markdown_is_drawn(page: Any) -> None:
-    """The answer of a model that thinks, as the page gets it."""
-    deltas = [
-        {"reasoning_content": "The user wants "},
-        {"reasoning_content": "a list."},
-        {"content": "**Two**:\n\n- one\n- `two`\n"},
-    ]
-    events = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
-    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-    page.execute_script(
-        "const real = window.fetch; window.fetch = (path, options) => path === '/v1/chat/completions'"
-        " ? Promise.resolve(new Response(arguments[0])) : real(path, options);", stream,
-    )  # fmt: skip
-    show(page, "Chat")
-    page.find_element(By.ID, "prompt").send_keys("List two.\n")
-    until(lambda: page.find_elements(By.CSS_SELECTOR, ".turn.assistant li code"))
-    thought = page.find_element(By.CSS_SELECTOR, ".turn.assistant .thought")
-    assert thought.text == "Thought (5 words)" and not thought.get_attribute("open")
-    assert page.find_element(By.CSS_SELECTOR, ".turn.assistant strong").text == "Two"
-
-
 def test_markup_in_messages_and_names_stays_text(page: Any, tmp_path: Path) -> None:
     trap = "<img src=x onerror=window.caught=1><script>window.caught=1</script>"
     source = tmp_path / "<b onmouseover=alert(1)>.jsonl"
@@ -238,7 +217,7 @@ def test_a_key_is_asked_for_where_keys_are_configured(page: Any, tmp_path: Path)
 
 @contextmanager
 def talking(page: Any, people: int) -> Iterator[None]:
-    """So many who ask something every two seconds, as long as the block."""
+    """Let this number of clients send a chat every two seconds, for the length of the block."""
     address, ended = f"{page.current_url}v1/chat/completions", threading.Event()
 
     def ask(number: int) -> None:
@@ -307,7 +286,7 @@ def test_all_of_it_is_reached_by_keyboard_and_seen(page: Any, view: str, wanted:
 
 @contextmanager
 def busy(page: Any, tmp_path: Path) -> Iterator[None]:
-    """A batch of 20,000 rows beside five who ask now and then, for a minute and as long as the block."""
+    """Run a batch of 20,000 rows beside five chatting clients, for a minute and the length of the block."""
     source = tmp_path / "many.jsonl"
     source.write_text(rows(20_000))
     upload(page, source)
