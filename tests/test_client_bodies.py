@@ -269,13 +269,14 @@ async def test_special_tokens_are_shown_on_request(start_server: StartServer, to
     assert texts == ["x", "x", "<|im_start|>x"]
 
 
-@pytest.mark.parametrize("tier", ["priority", "scale"])
-async def test_paid_tiers_are_served_as_default(start_server: StartServer, tier: str) -> None:
+async def test_paid_tiers_are_served_as_default(start_server: StartServer) -> None:
     served = await start_server("hello")
     for path, body in (("/v1/chat/completions", {"messages": [HI]}), ("/v1/responses", {"input": "hi"})):
-        answer = await post(served, path, **body, service_tier=tier)
-        assert answer.json()["service_tier"] == "default"
-        assert served.engine.requests[-1].request_class is RequestClass.ONLINE
+        for tier, stated in (("priority", "default"), ("scale", "default"), ("flex", "flex")):
+            answer = await post(served, path, **body, service_tier=tier)
+            assert answer.json()["service_tier"] == stated
+            is_online = served.engine.requests[-1].request_class is RequestClass.ONLINE
+            assert is_online is (stated == "default")
 
 
 async def test_a_request_without_a_model_gets_the_served_one(start_server: StartServer) -> None:

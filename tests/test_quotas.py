@@ -344,6 +344,8 @@ async def test_batch_lines_of_a_tenant(tokenizer: Tokenizer, tmp_path: Path) -> 
         ("fake-model:flex", "default", "a", "default"),
         ("alias:default", None, "b", "default"),
         ("alias", None, "b", "flex"),
+        ("alias", "auto", "b", "flex"),
+        ("alias", "default", "b", "default"),
     ],
 )
 async def test_a_models_name_can_have_a_tier(
