@@ -29,7 +29,7 @@ from engine.config import EngineConfig
 from engine.execution.cpu.native.start import dense_logits
 from engine.models.byte_cells import INTEGERS, dequantize, quantize
 from engine.models.checkpoint import load_weights
-from engine.models.float8 import make_float8
+from engine.models.compact import make_float8
 from engine.models.linear import MakeLinear, make_linear, make_packed
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec

@@ -1,12 +1,4 @@
-"""The search for the budget of offline work, and the table of its results.
-
-The table of searched budgets by online rate. It answers a change of load with a lookup instead of a search.
-
-Rates are cells of a geometric grid. A budget is searched at the upper edge of its cell and is therefore safe in the
-whole cell. An entry records the request lengths, the step time and the time of its search. Times are arguments, in
-seconds of calendar time.
-
-Budget search: find the parameters of the offline fill that keep an SLO, by replay (HyGen §4.2).
+"""Budget search: find the parameters of the offline fill that keep an SLO, by replay (HyGen §4.2).
 
 The caller provides `evaluate(params) → metrics`, a replay of one workload on a virtual clock; this module chooses the
 parameters to replay. Every replay is checked against all constraints of the SLO. Offline throughput is not monotone in
@@ -16,6 +8,12 @@ parameters at most once.
 
 - `hygen`: one flat latency budget L per step.
 - `tidemill`: (L, λ, δ, rule), starting from the best flat L, so it is never worse on the replayed window.
+
+The table of searched budgets by online rate. It answers a change of load with a lookup instead of a search.
+
+Rates are cells of a geometric grid. A budget is searched at the upper edge of its cell and is therefore safe in the
+whole cell. An entry records the request lengths, the step time and the time of its search. Times are arguments, in
+seconds of calendar time.
 """
 
 import math

@@ -1,6 +1,4 @@
-"""Measured steps: (features, seconds) pairs in a flat array, so that a fit of 80,000 needs no Python loop.
-
-Latency model: the time of a step from its features, the time that a chunk adds, and the inverse (HyGen §4.2).
+"""Latency model: the time of a step from its features, the time that a chunk adds, and the inverse (HyGen §4.2).
 
 The model is linear with non-negative coefficients, so that more work never costs less. Its terms: intercept; hinges
 max(0, T − k) of the padded token count T (convex: a memory-bound floor that bends into the compute-bound slope);
@@ -8,6 +6,8 @@ contexts of decodes and of chunks; attention work; N_p; N_d; hidden cache, host 
 and thinking budgets). The paper's squares of S_p and S_d do not describe the bend.
 
 `predictor.fitting` fits the coefficients.
+
+Measured steps: (features, seconds) pairs in a flat array, so that a fit of 80,000 needs no Python loop.
 """
 
 import random

@@ -31,12 +31,12 @@ from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.limits import Limits
 from engine.models.byte_cells import INTEGERS
-from engine.models.float8 import FLOAT8, Float8Linear, Rounding
+from engine.models.compact import FLOAT8, Float8Linear, Rounding
 from engine.models.linear import AnyWeight, MakeLinear, make_linear
 from engine.models.spec import hidden_state_refusal, spec_from_config
 from engine.models.weights import build_weights
 from engine.triton_kernels import triton_kernels
-from engine.triton_kernels.round_rows import round_rows, scale_rows
+from engine.triton_kernels.norms import round_rows, scale_rows
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.execution.cuda.virtual_memory import Memory
+from engine.execution.cuda.mapped_layers import Memory
 
 OUT_OF_MEMORY, INVALID_VALUE = 2, 1
 NAMES = {OUT_OF_MEMORY: b"CUDA_ERROR_OUT_OF_MEMORY", INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE"}

@@ -29,8 +29,7 @@ from engine.cache.blocks import (
     extend_hashes,
 )
 from engine.execution.cpu.device import TorchDevice
-from engine.execution.cpu.native.device import NativeDevice
-from engine.execution.cpu.native.model import NativeModel, Sampled
+from engine.execution.cpu.native.device import NativeDevice, NativeModel, Sampled
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.limits import Limits

@@ -13,9 +13,8 @@ from torch import Tensor
 from engine.models.attention import Manner
 from engine.triton_kernels import configs
 from engine.triton_kernels import twins as twin
+from engine.triton_kernels.attention import decode_attention, prefill_attention
 from engine.triton_kernels.configs import LaunchConfig, device_arch, prefill_config
-from engine.triton_kernels.decode_attention import decode_attention
-from engine.triton_kernels.prefill_attention import prefill_attention
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
 
 DECODE_TILE = LaunchConfig(16, 32, 4, 2)

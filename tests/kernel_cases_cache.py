@@ -5,8 +5,7 @@ import torch
 from kernel_pool import DEVICE, DTYPES, NAN, PagedCache, assert_same, fused_heads, index, paged_cache, random
 
 from engine.triton_kernels import twins as twin
-from engine.triton_kernels.hidden_state import hidden_gather, hidden_write, unit_copy
-from engine.triton_kernels.rope_cache_write import rope_cache_write
+from engine.triton_kernels.cache import hidden_gather, hidden_write, rope_cache_write, unit_copy
 
 ROPE = [
     # head_dim, rotary_dim, q heads, kv heads, q norm, k norm, index type

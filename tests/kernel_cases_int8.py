@@ -13,7 +13,7 @@ from kernel_pool import DEVICE, NAN, PagedCache, fused_heads, index, paged_cache
 
 from engine.models.byte_cells import INTEGERS, ByteSlices, slice_elements
 from engine.triton_kernels import twins as twin
-from engine.triton_kernels.rope_cache_write import rope_cache_write
+from engine.triton_kernels.cache import rope_cache_write
 
 CASES = [(Case(64, 3, 2), torch.float16), (Case(80, 1, 3), torch.float32)]
 

@@ -11,13 +11,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.execution.rows import uniforms
-from engine.models import float8, torch_ops
+from engine.models import compact, torch_ops
 from engine.triton_kernels import twins as twin
-from engine.triton_kernels.draw import draw
-from engine.triton_kernels.norms import add_layer_norm, add_rms_norm, add_rms_norm_rounded
-from engine.triton_kernels.penalties import count_tokens, penalise, token_mask
-from engine.triton_kernels.round_rows import round_rows, scale_rows
-from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded
+from engine.triton_kernels.draw import count_tokens, draw, penalise, token_mask
+from engine.triton_kernels.norms import (
+    add_layer_norm,
+    add_rms_norm,
+    add_rms_norm_rounded,
+    gelu_tanh_and_mul,
+    round_rows,
+    scale_rows,
+    silu_and_mul,
+    silu_and_mul_rounded,
+)
 from engine.triton_kernels.step_tokens import accept_tokens, begin_step, embed_tokens, softcap
 from engine.triton_kernels.work import DecodeWork
 
@@ -174,7 +180,7 @@ def test_round_rows(rows: int, width: int, dtype: torch.dtype) -> None:
     x = torch.cat((inputs(rows + 1, width, dtype)[1], torch.zeros((1, width), dtype=dtype, device=DEVICE)))
     x = x * torch.logspace(-4, 0, width, device=DEVICE).to(dtype) if rows else x[:0]
     values, scales = round_rows(x)
-    expected, wanted = float8.round_rows(x)
+    expected, wanted = compact.round_rows(x)
     assert torch.equal(scales, wanted) and values.dtype == torch.float8_e4m3fn
     differ = values.view(torch.uint8) != expected.view(torch.uint8)
     assert (differ & (values.float() != expected.float())).sum() <= (0 if DEVICE.type == "cpu" else x.numel() // 1000)
@@ -193,7 +199,7 @@ def test_scale_rows(rows: int, width: int, dtype: torch.dtype) -> None:
         x[-1, 0], x[-2, -1] = NAN, -torch.inf
     scale = torch.full((1,), 0.0123, device=DEVICE)
     values, scales = scale_rows(x, scale)
-    expected, wanted = float8.scale_rows(x, scale)
+    expected, wanted = compact.scale_rows(x, scale)
     assert torch.equal(scales.isnan(), wanted.isnan()) and scales.isnan().sum() == 2 * bool(rows)
     assert (scales[:rows] == scale).all() and values.dtype == torch.float8_e4m3fn
     differ = values[:rows].float() != expected[:rows].float()

@@ -7,7 +7,7 @@ from devices import pool_of
 
 from engine.api import SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
-from engine.execution.cpu.attention import ChunkGroups, PagedAttention, arrange, clear_begun_blocks
+from engine.execution.cpu.device import ChunkGroups, PagedAttention, arrange, clear_begun_blocks
 from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.scheduling.output import AppendedEntries, Chunk, NewRequest, SchedulerOutput

@@ -19,9 +19,8 @@ from engine.execution.cuda import backend
 from engine.execution.memory import weight_bytes
 from engine.execution.plan import LaunchPlan
 from engine.models.checkpoint import load_weights
-from engine.models.compact import FEW_ROWS, Blocks, CompactLinear, Tiles, block_weight, check, make_compact
+from engine.models.compact import BY_TORCH, FEW_ROWS, Blocks, CompactLinear, Tiles, block_weight, check, make_compact
 from engine.models.decoder import Decoder
-from engine.models.float8 import BY_TORCH
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.quantized import BlockWeight
 from engine.models.spec import load_spec

@@ -17,6 +17,8 @@ from engine.api import FinishReason, SamplingParams
 from engine.arrays import IntArray
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.execution.cuda.buffers import (
+    GRAPH_TOKENS,
+    Buckets,
     DrawInputs,
     HeadSizes,
     RepeatedStep,
@@ -24,9 +26,7 @@ from engine.execution.cuda.buffers import (
     StepInputs,
 )
 from engine.execution.cuda.forward import DeviceTables, Graphs
-from engine.execution.cuda.shapes import GRAPH_TOKENS, Buckets
-from engine.execution.layout import decodes_first
-from engine.execution.rows import RowTable
+from engine.execution.rows import RowTable, decodes_first
 from engine.limits import Limits
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder

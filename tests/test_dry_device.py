@@ -17,18 +17,15 @@ from tiny_models import FAMILY_CASES, FEW_FAMILIES, model_folder
 from engine.api import SamplingParams
 from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
-from engine.execution import host_memory
-from engine.execution.cuda import shapes
-from engine.execution.cuda.adapters import LARGEST_RANK
+from engine.execution import stream
+from engine.execution.cuda import buffers
 from engine.execution.cuda.buffers import HeadSizes
-from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.device import LARGEST_RANK, CudaDevice, Sampling
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.kernel_check import with_twins
 from engine.execution.cuda.modules import KernelAttention
-from engine.execution.cuda.sampling import Sampling
-from engine.execution.layout import chunk_array, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
-from engine.execution.rows import RowTable
+from engine.execution.rows import RowTable, chunk_array, decodes_first
 from engine.execution.runner import Runner
 from engine.forms import Grammar
 from engine.limits import Limits
@@ -201,12 +198,12 @@ def test_no_twin_in_a_graph_or_a_draw_waits_for_the_device(name: str) -> None:
 
 def test_swaps_lock_the_host_memory_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of blocks over several pieces of host memory, most without a copy before."""
-    monkeypatch.setattr(host_memory, "LOCKED_BYTES", 1)
+    monkeypatch.setattr(stream, "LOCKED_BYTES", 1)
     with dry_device() as dry:
         runner = make_runner(load_spec(model_folder("llama-gqa2")), host_units=400)
         host = runner.device.pool.host
         host._ahead.join()  # type: ignore[union-attr]
-        assert 0 < len(dry.registered) <= 2 * host_memory.AHEAD < len(host._missing)
+        assert 0 < len(dry.registered) <= 2 * stream.AHEAD < len(host._missing)
         first = 7 * host.per_piece - 3
         blocks = [(kv(2 * place), kv(first + 2 * place, Tier.HOST)) for place in range(20)]
         operations = [CacheOperation(CacheAction.SWAP_OUT, *pair) for pair in blocks]
@@ -240,9 +237,9 @@ def test_decodes_with_adapters_replay_a_graph(name: str, graphs: bool) -> None:
     spec = load_spec(model_folder(name))
     with dry_device() as dry:
         runner = make_runner(spec, graphs=graphs, adapted=True)
-        device, decodes = runner.device, len(shapes.decode_buckets(4))
+        device, decodes = runner.device, len(buffers.decode_buckets(4))
         assert device.num_graphs == (device.num_shapes if graphs else 0)
-        assert device.num_shapes == len(shapes.mixed_buckets(32)) + 2 * decodes
+        assert device.num_shapes == len(buffers.mixed_buckets(32)) + 2 * decodes
         for number, rank in ((1, 3), (2, 8), (3, LARGEST_RANK + 1)):
             device.adapt(number, deltas_of(spec, rank))
         dry.sealed = True
@@ -439,7 +436,7 @@ def test_what_would_wait_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_nothing_is_compiled_for_a_chunk_behind_a_long_past(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step of no bucket the splits of its past are merged, in one without such a past nothing is launched."""
-    monkeypatch.setattr(shapes, "GRAPH_TOKENS", 4)
+    monkeypatch.setattr(buffers, "GRAPH_TOKENS", 4)
     spec, blocks = load_spec(model_folder("llama-gqa2")), 400
     with dry_device() as dry:
         limits = Limits(4, 11, BLOCK * blocks, num_units=2 * blocks + 9, block_size=BLOCK)

@@ -24,8 +24,8 @@ from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.limits import Limits
 from engine.models.checkpoint import load_weights
+from engine.models.compact import FLOAT8, Float8Linear, RoundedRows, Rounding, make_float8, round_rows, scale_rows
 from engine.models.decoder import Decoder, product
-from engine.models.float8 import FLOAT8, Float8Linear, RoundedRows, Rounding, make_float8, round_rows, scale_rows
 from engine.models.linear import AnyWeight, Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import RoundedWeight
 from engine.models.spec import load_spec, spec_from_config
@@ -114,7 +114,7 @@ def test_a_device_is_asked_for_one_product_and_never_waited_for(rows: int) -> No
 
 
 def _meta_layers(stored: bool) -> MakeLinear:
-    kernels = pytest.importorskip("engine.triton_kernels.round_rows")
+    kernels = pytest.importorskip("engine.triton_kernels.norms")
     rounding = Rounding(kernels.round_rows, kernels.scale_rows)
 
     def make(weight: AnyWeight, bias: Tensor | None = None, **_gated: bool) -> Float8Linear:

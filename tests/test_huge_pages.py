@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.execution.host_memory import HugePages
 from engine.execution.pool import HostMemory
+from engine.execution.stream import HugePages
 
 
 def test_parts_lie_side_by_side_and_do_not_meet() -> None:

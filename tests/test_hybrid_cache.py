@@ -18,8 +18,7 @@ from engine.execution.runner import Runner
 from engine.limits import Limits
 from engine.models.linear import make_linear
 from engine.models.spec import spec_from_config
-from engine.models.streaming import StreamedLayers, aligned
-from engine.models.weights import DummyTensors, Gather, build_weights, matrices
+from engine.models.weights import DummyTensors, Gather, StreamedLayers, aligned, build_weights, matrices
 from engine.scheduling.output import Chunk, ModelRunner, NewRequest, SchedulerOutput
 
 pytestmark = pytest.mark.timeout(900)  # the native library may be built first
@@ -104,7 +103,7 @@ def check_equal(name: str, request: Live) -> None:
 def test_every_mix_equals_the_solo_run(name: str, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kinds by block, conversions, swaps and parking at random moments, prefix hits, a pool that is often full. The
     runner for CUDA projects and copies in small pieces."""
-    monkeypatch.setattr("engine.execution.cuda.hidden.PIECE", 7)
+    monkeypatch.setattr("engine.execution.cuda.forward.PIECE", 7)
     monkeypatch.setattr("engine.execution.cuda.swap.STAGING_BYTES", 1)
     kinds = (CacheKind.KV,) if name == "gqa" else (BOTH, BOTH, (CacheKind.HIDDEN,))[seed % 3]
     driver = HandDriver(

@@ -18,16 +18,33 @@ from support.tables import mostly_slow  # noqa: E402
 
 from engine.models.attention import Manner, PoolView  # noqa: E402
 from engine.triton_kernels import configs  # noqa: E402
-from engine.triton_kernels.decode_attention import decode_attention  # noqa: E402
-from engine.triton_kernels.draw import draw  # noqa: E402
-from engine.triton_kernels.hidden_state import hidden_gather, hidden_write, unit_copy  # noqa: E402
+from engine.triton_kernels.attention import (  # noqa: E402
+    decode_attention,
+    prefill_attention,
+)
+from engine.triton_kernels.cache import (  # noqa: E402
+    hidden_gather,
+    hidden_write,
+    rope_cache_write,
+    unit_copy,
+)
+from engine.triton_kernels.draw import (  # noqa: E402
+    count_tokens,
+    draw,
+    penalise,
+    token_mask,
+)
 from engine.triton_kernels.lora import lora_add  # noqa: E402
-from engine.triton_kernels.norms import add_layer_norm, add_rms_norm, add_rms_norm_rounded  # noqa: E402
-from engine.triton_kernels.penalties import count_tokens, penalise, token_mask  # noqa: E402
-from engine.triton_kernels.prefill_attention import prefill_attention  # noqa: E402
-from engine.triton_kernels.rope_cache_write import rope_cache_write  # noqa: E402
-from engine.triton_kernels.round_rows import round_rows, scale_rows  # noqa: E402
-from engine.triton_kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_rounded  # noqa: E402
+from engine.triton_kernels.norms import (  # noqa: E402
+    add_layer_norm,
+    add_rms_norm,
+    add_rms_norm_rounded,
+    gelu_tanh_and_mul,
+    round_rows,
+    scale_rows,
+    silu_and_mul,
+    silu_and_mul_rounded,
+)
 from engine.triton_kernels.step_tokens import begin_step  # noqa: E402
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch  # noqa: E402
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from support.fuzz import examples
 
 from benchmarks.simulated_fleet.overload import by_tokens
-from engine.execution.lookahead import BatchPiece, balanced, cost, quickest
+from engine.execution.stages import BatchPiece, balanced, cost, quickest
 from predictor.model import LatencyModel
 
 MODEL = LatencyModel(

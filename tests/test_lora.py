@@ -29,7 +29,7 @@ from engine.config import EngineConfig, NamedFolder
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import TransformersDevice
-from engine.execution.cuda import adapters as slotted
+from engine.execution.cuda import device as slotted
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Device, Runner
 from engine.limits import SchedulerConfig

@@ -15,8 +15,7 @@ from test_stages import LAYERS, UNITS, llama, make, step_of
 
 from engine.errors import ConfigError
 from engine.execution.cuda import mapped_layers
-from engine.execution.cuda.mapped_layers import MappedLayers
-from engine.execution.cuda.virtual_memory import MappingError
+from engine.execution.cuda.mapped_layers import MappedLayers, MappingError
 from engine.execution.pool import UnitPool
 from engine.execution.stages import PipelineRunner
 from engine.models.linear import make_linear

@@ -10,7 +10,7 @@ from devices import pool_of
 from native_build import library_of
 from torch import Tensor
 
-from engine.execution.cpu.attention import PagedAttention, arrange
+from engine.execution.cpu.device import PagedAttention, arrange
 from engine.execution.cpu.native.attention import NativeAttention
 from engine.execution.cpu.native.library import Level, StepError, Team
 from engine.execution.cpu.native.linear import Native

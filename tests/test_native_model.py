@@ -16,9 +16,9 @@ from tiny_models import CASES, FAMILY_CASES, model_folder, reference_model
 from torch import Tensor
 
 from engine.arrays import IntArray
+from engine.execution.cpu.native.device import NativeModel, Sampled
 from engine.execution.cpu.native.library import Level, Library, Team
 from engine.execution.cpu.native.linear import Native
-from engine.execution.cpu.native.model import NativeModel, Sampled
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.limits import Limits

@@ -35,7 +35,7 @@ from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.weight_file import WeightFile
 from engine.execution.cuda import backend as cuda_backend
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.pinned_weights import PinnedWeights
+from engine.execution.cuda.swap import PinnedWeights
 from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
 from engine.execution.runner import Runner
 from engine.limits import SchedulerConfig
@@ -44,8 +44,15 @@ from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
-from engine.models.streaming import StreamedLayers
-from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, Norm, build_weights, matrices
+from engine.models.weights import (
+    DummyTensors,
+    LayerWeights,
+    ModelWeights,
+    Norm,
+    StreamedLayers,
+    build_weights,
+    matrices,
+)
 from engine.triton_kernels import twins
 
 pytestmark = pytest.mark.timeout(900)  # the first test may have to build the library
@@ -405,7 +412,7 @@ def test_copies_and_kernels_in_any_order_that_events_allow(seed: int, monkeypatc
     odd = random.choices(range(5), k=random.randrange(6))
     steps, transfers = LateLane(), LateLane()
     streams = Mock(return_value=transfers, current=lambda _device: steps)
-    monkeypatch.setattr("engine.execution.cuda.pinned_weights.DeviceStream", streams)
+    monkeypatch.setattr("engine.execution.cuda.swap.DeviceStream", streams)
     transport = PinnedWeights(4 * 64, 4, CPU)
     layers = StreamedLayers(iter(small_layers(5)), (0, 1, 3, 4), transport)
     found: list[tuple[int, set[float]]] = []

@@ -23,12 +23,11 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cpu.native import library
 from engine.execution.plan import LaunchPlan
 from engine.limits import SchedulerConfig
-from engine.models.checkpoint import Checkpoint, load_weights
+from engine.models.checkpoint import Checkpoint, dense, load_weights
 from engine.models.packing import packing_from_config
 from engine.models.quantized import Int4Linear, QuantizedLinear
 from engine.models.spec import load_spec, spec_from_config
 from engine.models.transformers_shape import load_shape
-from engine.models.unpacking import dense
 from tidemill.commands.preflight import report_launch
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from engine.build import plan_launch, profile_key
 from engine.cache.placement import restore_costs
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.execution.lookahead import BatchPiece, cost, quickest
+from engine.execution.stages import BatchPiece, cost, quickest
 from engine.limits import Limits, SchedulerConfig
 from engine.profiling.calibration import StepShape, run_sweep
 from engine.scheduling.objective import StepObjective, token_costs

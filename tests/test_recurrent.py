@@ -15,16 +15,16 @@ from engine.api import FinishReason, RequestClass
 from engine.build import build_runner, host_bytes, plan_launch, scheduler_config
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
-from engine.execution import masks, states
+from engine.execution import masks, pool
 from engine.execution.cpu.transformers_device import TransformersDevice
-from engine.execution.layout import Layout
 from engine.execution.masks import FOREVER
+from engine.execution.pool import StateTable
+from engine.execution.rows import Layout
 from engine.execution.runner import Runner
 from engine.execution.self_test import test_modules
-from engine.execution.states import StateTable
 from engine.forms import Grammar
 from engine.limits import SchedulerConfig
-from engine.models.recurrent import RecurrentState
+from engine.models.transformers_calls import RecurrentState
 from engine.models.transformers_model import TransformersModel, load_model
 from engine.models.transformers_shape import load_shape
 
@@ -226,7 +226,7 @@ def test_a_state_that_is_dropped_is_noticed(case_of: Any, monkeypatch: pytest.Mo
     case = case_of("lfm2")
     assert test_modules(case.model) == ""
     with monkeypatch.context() as patch:
-        patch.setattr(states, "RecurrentState", lambda *_parts: RecurrentState())
+        patch.setattr(pool, "RecurrentState", lambda *_parts: RecurrentState())
         assert "of their spread" in test_modules(case.model)
     mixed = StateTable.of_step
 

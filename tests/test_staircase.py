@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from engine.execution.cuda.shapes import Buckets, decode_buckets, mixed_buckets
+from engine.execution.cuda.buffers import Buckets, decode_buckets, mixed_buckets
 from engine.limits import Limits, Padding
 from engine.profiling.calibration import StepShape, edge_shapes, run_sweep
 from predictor.features import BatchFeatures

@@ -11,10 +11,10 @@ from tiny_models import llama_config
 
 from engine.api import EngineRequest, FinishReason
 from engine.cache.blocks import CacheAction
-from engine.execution import host_memory
+from engine.execution import stream
 from engine.execution.cpu.device import TorchDevice
-from engine.execution.host_memory import HostUnits
 from engine.execution.runner import Runner
+from engine.execution.stream import HostUnits
 from engine.limits import SchedulerConfig
 from engine.models.decoder import Decoder
 from engine.models.spec import spec_from_config
@@ -91,7 +91,7 @@ def pieces_of(monkeypatch: pytest.MonkeyPatch, refused: int = 99) -> tuple[HostU
 
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda *call: calls.append(call))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(host_memory, "LOCKED_BYTES", 5000)
+    monkeypatch.setattr(stream, "LOCKED_BYTES", 5000)
     memory = HostUnits(22, 1024, torch.bfloat16, torch.device("cuda"))
     assert memory.per_piece == 4, "whole pages"
     memory._ahead.join()  # type: ignore[union-attr]

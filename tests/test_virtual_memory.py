@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.fuzz import machine_test
 
-from engine.execution.cuda import virtual_memory
-from engine.execution.cuda.virtual_memory import (
+from engine.execution.cuda import mapped_layers
+from engine.execution.cuda.mapped_layers import (
     Access,
     Location,
     MappingError,
@@ -118,13 +118,13 @@ def test_why_a_machine_cannot_is_said() -> None:
 def test_every_call_of_the_library_has_its_types(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them ctypes cuts addresses to 32 bits."""
     for lacks, refused in (("", False), ("cuMemMap", True)):
-        known = [name for name in virtual_memory._CALLS if name != lacks]
+        known = [name for name in mapped_layers._CALLS if name != lacks]
         library = SimpleNamespace(**{name: SimpleNamespace() for name in known})
         monkeypatch.setattr(ctypes, "CDLL", lambda _name, library=library: library)
         if refused:
             assert "cuMemMap" in str(refusal(0))
             continue
-        assert virtual_memory.load_driver() is library
+        assert mapped_layers.load_driver() is library
         assert library.cuMemUnmap.argtypes == (c_uint64, ctypes.c_size_t)
         assert all(each.restype is ctypes.c_int and each.argtypes for each in vars(library).values())
 

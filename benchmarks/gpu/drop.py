@@ -19,8 +19,7 @@ from benchmarks.gpu.table import Row
 from benchmarks.simulated_fleet.plans import pipeline_units, split_layers
 from engine.api import EngineRequest, SamplingParams
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.mapped_layers import MappedLayers
-from engine.execution.cuda.virtual_memory import Memory
+from engine.execution.cuda.mapped_layers import MappedLayers, Memory
 from engine.execution.pool import HostMemory
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner

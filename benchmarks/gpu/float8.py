@@ -9,7 +9,7 @@ from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.steps import Shape, Timing, time_shape
 from benchmarks.gpu.table import Row
 from engine.execution.cuda.backend import float8_layers
-from engine.models.float8 import make_float8
+from engine.models.compact import make_float8
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.weights import DummyTensors, build_weights
 

@@ -18,7 +18,7 @@ from benchmarks.simulated_fleet.pipeline import Bubbles, Link, PipelineRunner, T
 from benchmarks.simulated_fleet.plans import pipeline_units, plan_drop, split_layers
 from benchmarks.simulated_fleet.queued import queued_work
 from engine.core import EngineCore
-from engine.execution.lookahead import BatchPiece, MicroBatch, balanced, cut
+from engine.execution.stages import BatchPiece, MicroBatch, balanced, cut
 from engine.fleet.overload import Group, should_restore
 from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.moving import MovedRequest, Moves

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.simulated_fleet.fleet import Flight
-from engine.execution.lookahead import BatchPiece, MicroBatch
+from engine.execution.stages import BatchPiece, MicroBatch
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from loadgen.simulation.gpu import NOISE, SIMULATED_TOKEN, SimulatedDevice, SimulatedRunner
 

@@ -1,8 +1,8 @@
-"""Settings of a checkpoint besides its model: sampling defaults for fields that a request does not set; embeddings.
-
-Build an Engine from a runner, its latency profile, a scheduler, an SLO keeper and a grammar compiler.
+"""Build an Engine from a runner, its latency profile, a scheduler, an SLO keeper and a grammar compiler.
 
 The SLO controller is built here too; this is the only module of the engine that reads the calendar time.
+
+Settings of a checkpoint besides its model: sampling defaults for fields that a request does not set; embeddings.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Divide the memory of a launch among cache blocks, the host tier and states of recurrent layers.
+"""Plan a launch: decide everything that does not need the loaded weights.
 
-Plan a launch: decide everything that does not need the loaded weights.
+Divide the memory of a launch among cache blocks, the host tier and states of recurrent layers.
 """
 
 import math

@@ -24,10 +24,9 @@ from engine.models.linear import MakeLinear, make_linear, make_packed
 from engine.models.lora import Delta, Site, load_adapter
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec
-from engine.models.streaming import StreamedLayers
 from engine.models.transformers_model import TransformersModel, load_model
 from engine.models.transformers_shape import TransformersShape
-from engine.models.weights import Gather, ModelWeights
+from engine.models.weights import Gather, ModelWeights, StreamedLayers
 from engine.structured.compiler import GrammarCompiler
 
 

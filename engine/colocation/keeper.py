@@ -1,13 +1,13 @@
-"""The baseline of a tolerance: the most recent online requests, replayed on a server without offline work.
-
-The live server cannot observe that run, so a replay with the same latency model provides it (HyGen measures a separate
-run). This module selects the requests to replay and compares measurements with the replay. Torch-free.
-
-Keeps the SLO while the engine runs: learns step times and the load, judges online requests, drives the breakers.
+"""Keeps the SLO while the engine runs: learns step times and the load, judges online requests, drives the breakers.
 
 HyGen §4.2 (the SLO-aware loop) and our circuit breakers. The engine loop calls it after every step and at every arrival
 and end of a request. Torch-free, no asyncio, no timers; the clock is an argument. It never changes a request: it only
 sets the core's objective and offline share.
+
+The baseline of a tolerance: the most recent online requests, replayed on a server without offline work.
+
+The live server cannot observe that run, so a replay with the same latency model provides it (HyGen measures a separate
+run). This module selects the requests to replay and compares measurements with the replay. Torch-free.
 """
 
 import logging

@@ -15,9 +15,8 @@ from engine.limits import NO_PADDING, Limits, Padding
 from engine.models.linear import MakeLinear
 from engine.models.packing import Packing
 from engine.models.spec import ModelShape
-from engine.models.streaming import Transport
 from engine.models.transformers_model import TransformersModel
-from engine.models.weights import Gather, ModelWeights, ResidentLayers
+from engine.models.weights import Gather, ModelWeights, ResidentLayers, Transport
 
 
 class Backend(Protocol):

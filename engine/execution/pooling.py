@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.layout import Layout
-from engine.execution.rows import RowTable
+from engine.execution.rows import Layout, RowTable
 from engine.forms import Pooling
 
 Head = Callable[[Tensor], Tensor]

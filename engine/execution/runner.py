@@ -24,14 +24,12 @@ from torch import Tensor
 from engine.api import NEVER, TokenLogprobs
 from engine.arrays import Int32Array, IntArray
 from engine.errors import InvalidRequestError
-from engine.execution.host_memory import pinned
-from engine.execution.layout import chunk_array
 from engine.execution.masks import MAX_FORCED, PATIENCE, FinishMasks, RowMasks, StepMasks, masked
 from engine.execution.pool import UnitPool
 from engine.execution.pooling import RowPools, StepPools, TakeHidden
-from engine.execution.rows import UNKNOWN, RowTable
+from engine.execution.rows import UNKNOWN, RowTable, chunk_array
 from engine.execution.sampler import LOGPROB_COLUMNS, DeviceSamples, SampleInput, sample
-from engine.execution.stream import DeviceStream, Mark
+from engine.execution.stream import DeviceStream, Mark, pinned
 from engine.forms import Grammar
 from engine.models.lora import Adapters, Delta, Site
 from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput

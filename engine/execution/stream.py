@@ -2,18 +2,172 @@
 
 All computation of a runner uses one stream, in order. Transfers of the host tier use two others, one for each
 direction, so that no step waits on the host for another.
+
+Host memory: page-locked for a GPU, or in pages of 2 MiB, if the system supports them.
+
+Every step reads all weights. Each page of 4 KiB costs a page table lookup, two on a virtual machine.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import logging
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.arrays import IntArray
 from engine.errors import first_line
 from engine.machine.facts import read_processor
 from engine.triton_kernels import configs
+
+Bytes = npt.NDArray[np.uint8]
+
+log = logging.getLogger("tidemill.engine")
+
+LOCKED_BYTES = 64 * 2**20
+"""Least size of a piece of host memory that is page-locked at once, which takes about 20 ms."""
+AHEAD = 4
+"""Pieces that are page-locked in the background behind the last one in use."""
+
+_PAGE = 4096
+_HUGE = 2 * 2**20
+_PIECE = 16 * _HUGE
+_LINE = 64
+
+
+def advise(pages: mmap.mmap) -> None:
+    """Ask for huge pages; without support, the memory stays in normal pages."""
+    with suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+
+
+class HugePages:
+    """Allocator of host memory.
+
+    Small blocks are packed into pieces. A piece returns to the system when none of its blocks is in use. Untouched
+    pages take no memory.
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return [num_bytes] uint8, aligned to 64 bytes; initially zero."""
+        taken = -(-num_bytes // _LINE) * _LINE
+        if taken > _PIECE // 4:
+            return _mapped(num_bytes)
+        with self._lock:
+            if taken > len(self._rest):
+                self._rest = _mapped(_PIECE)
+            part, self._rest = self._rest[:num_bytes], self._rest[taken:]
+        return part
+
+
+def _mapped(num_bytes: int) -> Tensor:
+    pages = mmap.mmap(-1, num_bytes + _HUGE, mmap.MAP_PRIVATE)  # `frombuffer` keeps it alive while any part is in use
+    advise(pages)
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    first = -whole.data_ptr() % _HUGE
+    return whole[first : first + num_bytes]
+
+
+def pinned(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros [size] on the host, page-locked for a CUDA device."""
+    return torch.zeros(size, dtype=dtype, pin_memory=configs.is_cuda(device))
+
+
+def host_zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Return zeros [num_bytes] uint8 in separate host pages. Raises RuntimeError if there is no memory.
+
+    For a CUDA device they are page-locked, with exactly this size (torch's allocator rounds up to a power of two). Else
+    pages are committed when first touched.
+    """
+    pages = _pages(num_bytes)
+    if configs.is_cuda(device) and num_bytes and not _lock(pages, device):
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.from_numpy(pages)
+
+
+def _pages(num_bytes: int) -> Bytes:
+    memory = np.zeros(num_bytes + _PAGE, dtype=np.uint8)  # calloc leaves the pages uncommitted
+    first = -memory.ctypes.data % _PAGE
+    return memory[first : first + num_bytes]
+
+
+def _lock(pages: Bytes, device: torch.device) -> bool:
+    """Page-lock a part of `_pages` until all of it is freed. Return whether the driver did."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(cudart.cudaHostRegister(pages.ctypes.data, pages.nbytes, 0)) == 0:
+        # Unregister before the memory is freed, or the device would read pages of later allocations.
+        weakref.finalize(pages.base, cudart.cudaHostUnregister, pages.ctypes.data).atexit = False
+        return True
+    with suppress(RuntimeError):  # consume the pending error, which the next kernel launch would report
+        torch.ones(1, device=device)
+    return False
+
+
+class HostUnits:
+    """Zeros [count, elements] on the host. For a CUDA device, pieces are page-locked on demand.
+
+    Locking commits memory, about 0.3 s per GiB. Therefore `lock` locks the pieces that a copy needs, and a thread the
+    next AHEAD ones, so that a start and a restart take no time for memory that may never be used. If the driver
+    refuses, the rest stays unlocked: copies are then slower, and the host waits for them.
+
+    Attributes:
+        units: [count, elements].
+        per_piece: Units that are locked together. No single copy may cross pieces.
+    """
+
+    def __init__(self, count: int, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        size = elements * dtype.itemsize
+        aligned = _PAGE // math.gcd(size, _PAGE)  # fewest units in whole pages
+        self.per_piece = -(-LOCKED_BYTES // (size * aligned)) * aligned
+        self._pages, self._size, self._device = _pages(count * size), size, device
+        self.units = torch.from_numpy(self._pages).view(dtype).view(count, elements)
+        self._missing = set(range(-(-count // self.per_piece))) if configs.is_cuda(device) else set[int]()
+        self._guard = threading.Lock()
+        self._ahead: threading.Thread | None = None
+        self._lock_ahead(0)
+
+    def lock(self, units: IntArray) -> None:
+        """Page-lock the pieces of these units [n]. Call it before their first copy."""
+        if self._missing:
+            pieces = np.unique(units // self.per_piece).tolist()
+            self._lock_pieces(pieces)
+            self._lock_ahead(pieces[-1] + 1)
+
+    def _lock_ahead(self, first: int) -> None:
+        wanted = [piece for piece in range(first, first + AHEAD) if piece in self._missing]
+        if wanted and (self._ahead is None or not self._ahead.is_alive()):
+            name = "tidemill-page-lock"
+            self._ahead = threading.Thread(target=self._lock_pieces, args=(wanted,), name=name, daemon=True)
+            self._ahead.start()
+
+    def _lock_pieces(self, pieces: Sequence[int]) -> None:
+        size = self.per_piece * self._size
+        for piece in filter(self._missing.__contains__, pieces):
+            with self._guard:
+                if piece not in self._missing:
+                    continue  # by the other thread
+                part = self._pages[piece * size : (piece + 1) * size]
+                part.fill(0)  # commits the pages; the driver would do that while steps cannot launch
+                if _lock(part, self._device):
+                    self._missing.discard(piece)
+                    continue
+                left = sum(self._pages[each * size : (each + 1) * size].nbytes for each in self._missing)
+                self._missing.clear()
+                text = "cannot page-lock %.2f of %.2f GiB of host memory: swaps there are slow; reduce --swap-space"
+                log.warning(text, left / 2**30, self._pages.nbytes / 2**30)
+
 
 _FEW_CORES = 4
 """Number of cores up to which a spinning thread would take a core from planning, event loop or tokenizer."""

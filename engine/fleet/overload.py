@@ -1,14 +1,14 @@
-"""Form pipelines of two engines, each with half of the layers and more memory for K and V (KunServe §4).
-
-A pipeline is formed and dissolved in steps, each an order to one or both engines that is answered when it is done. If a
-step fails, or the pipeline breaks later, both engines become whole again and compute the requests again from the tokens
-that the gateway holds. An engine that cannot become whole is restarted.
-
-Decide when engines that are short of memory become a pipeline, and when they separate again (KunServe §4.1, §4.4).
+"""Decide when engines that are short of memory become a pipeline, and when they separate again (KunServe §4.1, §4.4).
 
 A *group* is a set of engines that hold one copy of the model: an engine, or two that run it as a pipeline. Merging two
 engines makes one copy superfluous, and its bytes become cache. The decisions use the load reports of the engines, ten
 per second.
+
+Form pipelines of two engines, each with half of the layers and more memory for K and V (KunServe §4).
+
+A pipeline is formed and dissolved in steps, each an order to one or both engines that is answered when it is done. If a
+step fails, or the pipeline breaks later, both engines become whole again and compute the requests again from the tokens
+that the gateway holds. An engine that cannot become whole is restarted.
 """
 
 import asyncio

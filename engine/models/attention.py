@@ -41,7 +41,7 @@ def manners_of(spec: ModelSpec, layers: Iterable[LayerWeights]) -> list[Manner]:
 
 
 class PoolView(NamedTuple):
-    """The pool as kernels read and write it (layout: `engine.triton_kernels.addressing`).
+    """The pool as kernels read and write it (layout: `engine.triton_kernels.cache`).
 
     Attributes:
         cells: [slices, block_size, kv_heads, head_dim], also 8-bit, or a view of wider cells.

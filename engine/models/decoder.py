@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.models import torch_ops
+from engine.models.compact import Float8Linear, RoundedRows
 from engine.models.experts import mixed, route
-from engine.models.float8 import Float8Linear, RoundedRows
 from engine.models.linear import Linear
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale

@@ -1,7 +1,7 @@
 """Storage formats of quantized linear layers, read from config.json; torch-free.
 
 Tensors, not the config, show which layers are quantized. Unsupported formats are refused here, before any tensor is
-read. `engine.models.unpacking` unpacks the weights.
+read. `engine.models.checkpoint` unpacks the weights.
 """
 
 from collections.abc import Callable, Iterable, Mapping

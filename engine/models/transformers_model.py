@@ -1,6 +1,6 @@
 """Causal language models that run transformers modules with this engine's attention, cache and linear layers.
 
-Layers with a state are called request by request (`engine.models.recurrent`).
+Layers with a state are called request by request (`engine.models.transformers_calls`).
 """
 
 import importlib
@@ -20,18 +20,24 @@ from engine.models.families import family_named
 from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.lora import AdapterPlan, Site
 from engine.models.packing import Packing
-from engine.models.recurrent import Call, LayerState, Recur, RecurrentState, begin, resumes, take_over
 from engine.models.spec import ModelSpec, read_json
 from engine.models.stored_tensors import files_of, weight_files
 from engine.models.transformers_calls import (
     ATTENTION,
     Adds,
+    Call,
     EngineLinear,
+    LayerState,
+    Recur,
+    RecurrentState,
+    begin,
     causal_lm,
     nothing,
     quiet,
+    resumes,
     rope_by_token,
     run_model,
+    take_over,
 )
 from engine.models.transformers_shape import PROBED, TransformersShape, config_of, settle
 from engine.models.weights import TensorSource, router_of, stacked_experts, torch_dtype

@@ -19,10 +19,23 @@ from torch import Tensor, nn
 from engine.errors import ModelLoadError, first_line
 from engine.models.attention import Manner
 from engine.models.packing import packing_from_config
-from engine.models.recurrent import STATES, Call, Part, Recur, RecurrentState, candidates, take_over
 from engine.models.rope import scaled_positions, switch_of_angles
 from engine.models.spec import ModelShape, dtype_name, eos_tokens, from_configs
-from engine.models.transformers_calls import ATTENTION, Attention, causal_lm, nothing, quiet, run_model
+from engine.models.transformers_calls import (
+    ATTENTION,
+    STATES,
+    Attention,
+    Call,
+    Part,
+    Recur,
+    RecurrentState,
+    candidates,
+    causal_lm,
+    nothing,
+    quiet,
+    run_model,
+    take_over,
+)
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _ATTENDING = _ATTENTION_TYPES | {"hybrid", "hybrid_sliding"}

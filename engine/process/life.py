@@ -1,9 +1,9 @@
-"""The gateway's connection to the current engine process: its socket, open calls, and requests sent to it.
+"""Start, watch and restart the processes of one engine.
+
+The gateway's connection to the current engine process: its socket, open calls, and requests sent to it.
 
 `Regrouping` is for a process that joins or leaves a pipeline: it sends the orders, and moves open requests between
 engines without interrupting their streams.
-
-Start, watch and restart the processes of one engine.
 """
 
 import asyncio

@@ -1,4 +1,9 @@
-"""Start-up sweep: the steps to measure, their order, and the time limit (HyGen §4.2, "Training Data").
+"""The latency profile of this model on this machine: loaded if it is stored, else measured.
+
+HyGen §4.2: a sweep over step shapes on the real runner within a time limit, then a non-negative least squares fit. Rows
+and units are assigned here, without the core, so the runner must be idle. The module does not import torch.
+
+Start-up sweep: the steps to measure, their order, and the time limit (HyGen §4.2, "Training Data").
 
 Pure: the caller runs a shape on its runner and returns seconds; the clock is an argument. Anchors that determine every
 term come first. Points around the knee between the memory-bound and the compute-bound regime follow, interleaved with a
@@ -10,11 +15,6 @@ Steps with and without an operation alternate; its cost is the median difference
 outliers and drift. A cost below the noise is measured longer, then set to its lower bound: the time to move its bytes.
 A cost of zero would let the scheduler treat the operation as free. Rows and units are assigned here, so the runner must
 be idle. The module does not import torch.
-
-The latency profile of this model on this machine: loaded if it is stored, else measured.
-
-HyGen §4.2: a sweep over step shapes on the real runner within a time limit, then a non-negative least squares fit. Rows
-and units are assigned here, without the core, so the runner must be idle. The module does not import torch.
 """
 
 import itertools

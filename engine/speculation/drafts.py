@@ -1,13 +1,4 @@
-"""An index of the n-grams of a token sequence, in arrays.
-
-The index answers one question: where did the last 8, 4 or 2 tokens occur before, latest first? Each length has a table
-of the newest position by hash and a chain to the next older position of the same hash, as in LZ77 compressors. Hashes
-only select candidates; every match is compared with the tokens. A token costs 16 bytes and a slot 12 bytes, about a
-tenth of a suffix automaton in dicts.
-
-A position is the index of the token that follows an n-gram. It is indexed once that token is known.
-
-Drafts without a model: tokens that follow an earlier occurrence of a request's last tokens.
+"""Drafts without a model: tokens that follow an earlier occurrence of a request's last tokens.
 
 Sources of a request's drafts:
 
@@ -20,6 +11,15 @@ Acceptance is learned per job or tenant for the same reason: rates by source and
 
 A draft is a guess. It changes the speed of a request but not its answer. `propose` costs microseconds; `catch_up`
 builds the indices and belongs beside a running step.
+
+An index of the n-grams of a token sequence, in arrays.
+
+The index answers one question: where did the last 8, 4 or 2 tokens occur before, latest first? Each length has a table
+of the newest position by hash and a chain to the next older position of the same hash, as in LZ77 compressors. Hashes
+only select candidates; every match is compared with the tokens. A token costs 16 bytes and a slot 12 bytes, about a
+tenth of a suffix automaton in dicts.
+
+A position is the index of the token that follows an n-gram. It is indexed once that token is known.
 """
 
 from array import array

@@ -1,11 +1,11 @@
-"""Prove in a process with limits that a grammar can be compiled, followed and dropped safely.
-
-Process that proves grammars, each in a fork with limits of time, memory and stack.
+"""Process that proves grammars, each in a fork with limits of time, memory and stack.
 
     python -P -m engine.structured.prover DESCRIPTOR
 
 The process loads the tokenizer once and forks for every job, so that a grammar that reaches a limit ends only its own
 fork. The process ends when the other side closes the socket.
+
+Prove in a process with limits that a grammar can be compiled, followed and dropped safely.
 """
 
 import ctypes

@@ -1,10 +1,10 @@
-"""Client of the prover process, which is started on demand and restarted after it has ended.
-
-Compile the grammars of requests before the core sees them.
+"""Compile the grammars of requests before the core sees them.
 
 A grammar is first compiled by the prover, in a process with limits, and only then in this process. A first attempt with
 a short time limit prevents slow grammars from delaying others; slow grammars have a separate queue. Tenants take turns,
 and chats precede offline work. Limits apply to compilation only, not to the wait for a slot.
+
+Client of the prover process, which is started on demand and restarted after it has ended.
 """
 
 import asyncio

@@ -1,11 +1,11 @@
-"""Folding of conversations into a shape that the chat template takes, see `Shape`. Text and its order are kept.
-
-Conversion of messages to token ids by the checkpoint's chat template, so that no message can forge a role.
+"""Conversion of messages to token ids by the checkpoint's chat template, so that no message can forge a role.
 
 The template runs in transformers' sandbox, in a process with limits (`engine.text.renderer`). If a client's string
 contains the text of a control token, the text is marked before rendering, and in the rendered prompt only the
 template's own control tokens are encoded as tokens. Conversations without such text are encoded as rendered.
 Rendering should run in a thread.
+
+Folding of conversations into a shape that the chat template takes, see `Shape`. Text and its order are kept.
 """
 
 import json

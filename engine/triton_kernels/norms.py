@@ -1,6 +1,15 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """RMS norm and layer norm. Fused variants add a residual before the norm, normalise the addend, add a second branch, or
-round the result to 8-bit floats. Twin: engine.models.torch_ops."""
+round the result to 8-bit floats. Twin: engine.models.torch_ops.
+
+Round input rows of a linear layer to 8-bit floats (e4m3), with one scale per row. Twin: engine.models.compact.
+
+Gate of a feed-forward layer: silu(gate) * up (SwiGLU) or gelu_tanh(gate) * up (GeGLU), from one projection. SwiGLU
+can be rounded to 8-bit floats for a next layer that computes with them.
+
+ReLU and GELU alone need no kernel. Both follow a plain projection: torch._addmm_activation lets cuBLASLt apply ReLU and
+the tanh form of GELU in its epilogue. For the exact form, torch's operator is already a single pass. Twin:
+engine.models.torch_ops.
+"""
 
 import torch
 import triton
@@ -8,7 +17,109 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.triton_kernels import configs
-from engine.triton_kernels.round_rows import SMALLEST, empty_rows, round_part, scale_of
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+
+BLOCK = 2048
+SMALLEST = 1e-12
+
+
+@triton.jit
+def nearest_float(exact):
+    """Round to the values of e4m3, as float32: four binary digits, or steps of 2**-9 below 2**-6; ties to even.
+
+    The following cast then has nothing to round; the cast of the interpreter lacks a carry into the exponent.
+    """
+    bits = exact.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    small = (exact + 24576.0) - 24576.0  # 1.5 * 2**14, whose last digit is 2**-9
+    return tl.where(tl.abs(exact) < 0.015625, small, normal)
+
+
+@triton.jit
+def round_part(part, scale):
+    """Return the e4m3 values nearest to part / scale, as float32 [n]; part is float32 [n]."""
+    exact = tl.div_rn(part, tl.zeros_like(part) + scale)
+    return nearest_float(tl.minimum(tl.maximum(exact, -448.0), 448.0))
+
+
+@triton.jit
+def scale_of(top, given, SMALLEST: tl.constexpr, HAS_SCALE: tl.constexpr):
+    """Return the scale of a row with maximum `top`, unless a scale is given."""
+    scale = tl.maximum(top, SMALLEST) * (1.0 / 448.0)
+    if HAS_SCALE:
+        scale = tl.load(given)
+    return scale
+
+
+@triton.jit
+def round_rows_kernel(x, values, scales, width, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row): find the maximum, then round the values; the second pass reads from the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.zeros((BLOCK,), tl.float32)
+    bad = tl.zeros((BLOCK,), tl.float32)  # becomes NaN if a value is not finite, which a maximum would ignore
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        part = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(part))
+        bad += part - part
+    scale = tl.maximum(tl.max(top, 0), SMALLEST) * (1.0 / 448.0) + tl.sum(bad, 0)
+    tl.store(scales + row, scale)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        part = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        exact = tl.div_rn(part, tl.zeros_like(part) + scale)
+        tl.store(values + row * width + columns, nearest_float(exact).to(values.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def scale_rows_kernel(x, given, values, scales, width, BLOCK: tl.constexpr):
+    """Program (row), in one pass. `given` [1] is the scale of all rows; rows that are not finite get NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(given)
+    bad = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        part = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+        bad += part - part
+        cut = round_part(part, scale)
+        tl.store(values + row * width + columns, cut.to(values.dtype.element_ty), mask=columns < width)
+    tl.store(scales + row, scale + tl.sum(bad, 0))
+
+
+def empty_rows(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Allocate values [T, width] e4m3 and scales [T, 1] float32 for the rows of x."""
+    values = torch.empty((len(x), width), dtype=torch.float8_e4m3fn, device=x.device)
+    return values, x.new_empty((len(x), 1), dtype=torch.float32)
+
+
+def scale_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Round x [T, k] with one scale [1] to values [T, k] e4m3, clipped to 448, and scales [T, 1].
+
+    The scale of a row that is not finite is NaN.
+    """
+    x = x.contiguous()
+    values, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty((len(x), 1), dtype=torch.float32)
+    if len(x):
+        scale_rows_kernel[(len(x),)](
+            x, scale, values, scales, x.shape[1], BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False
+        )
+    return values, scales
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round x [T, k] to values [T, k] e4m3 and scales [T, 1] float32; the scale of a row that is not finite is NaN."""
+    x = x.contiguous()
+    values, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty((len(x), 1), dtype=torch.float32)
+    if len(x):
+        round_rows_kernel[(len(x),)](
+            x, values, scales, x.shape[1], SMALLEST=SMALLEST, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False
+        )
+    return values, scales
+
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 
 @triton.jit
@@ -198,3 +309,85 @@ def add_layer_norm(
             BLOCK=config.block_n, **config.options,
         )  # fmt: skip
     return out, total
+
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+
+@triton.jit
+def silu_and_mul_kernel(x, out, x_stride, width, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    """Program (row, block of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + width + columns, mask=mask, other=0.0).to(tl.float32)
+    inner = gate
+    if GELU:  # x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y))
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    value = gate / (1.0 + tl.exp(-inner)) * up
+    tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated(x, row, x_stride, width, columns):
+    """Return silu(gate) * up of some columns, rounded as in the kernel above, in float32; zeros beyond the width."""
+    mask = columns < width
+    gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + width + columns, mask=mask, other=0.0).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def silu_and_mul_rounded_kernel(
+    x, given, out, scales, x_stride, width, HAS_SCALE: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (row): find the maximum unless a scale is given, then round the values."""
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.zeros((BLOCK,), tl.float32)
+    if not HAS_SCALE:
+        for start in range(0, width, BLOCK):
+            top = tl.maximum(top, tl.abs(_gated(x, row, x_stride, width, start + tl.arange(0, BLOCK))))
+    step = scale_of(tl.max(top, 0), given, SMALLEST, HAS_SCALE)
+    bad = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        part = _gated(x, row, x_stride, width, columns)
+        bad += part - part
+        tl.store(out + row * width + columns, round_part(part, step).to(out.dtype.element_ty), mask=columns < width)
+    tl.store(scales + row, step + tl.sum(bad, 0))  # NaN if any value is not finite
+
+
+def silu_and_mul_rounded(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return silu(gate) * up as 8-bit floats: values [n, width] e4m3 and scales [n, 1] float32, per row or `scale` [1].
+    x as in `silu_and_mul`."""
+    assert x.dim() == 2 and x.shape[1] % 2 == 0 and x.stride(1) == 1, f"x: rows of 2 * width, not {x.shape}"
+    width = x.shape[1] // 2
+    out, scales = empty_rows(x, width)
+    if len(x):
+        silu_and_mul_rounded_kernel[(len(x),)](
+            x, scales if scale is None else scale, out, scales, x.stride(0), width, HAS_SCALE=scale is not None,
+            SMALLEST=SMALLEST, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out, scales
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """Return silu(gate) * up, [n, width]. x [n, 2 * width], gate first, rows contiguous."""
+    return _launch(x, gelu=False)
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """Return gelu_tanh(gate) * up, [n, width]. x [n, 2 * width], gate first, rows contiguous."""
+    return _launch(x, gelu=True)
+
+
+def _launch(x: Tensor, *, gelu: bool) -> Tensor:
+    assert x.dim() == 2 and x.shape[1] % 2 == 0 and x.stride(1) == 1, f"x: rows of 2 * width, not {x.shape}"
+    width = x.shape[1] // 2
+    out = x.new_empty((len(x), width))
+    if len(x):
+        config = configs.FLAT
+        grid = (len(x), -(-width // config.block_n))
+        silu_and_mul_kernel[grid](x, out, x.stride(0), width, BLOCK=config.block_n, GELU=gelu, **config.options)
+    return out

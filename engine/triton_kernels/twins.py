@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from engine.models.attention import PLAIN, Manner, PoolView
 from engine.models.byte_cells import ByteSlices, dequantize, is_bytes
-from engine.models.float8 import round_rows, scale_rows
+from engine.models.compact import round_rows, scale_rows
 from engine.models.torch_ops import (
     add_layer_norm,
     add_rms_norm,
@@ -368,7 +368,7 @@ def _tables(pool: PoolView) -> tuple[Tensor, Tensor]:
 
 def _token_slots(table: Tensor, rows: Tensor, positions: Tensor, pool: Tensor, layer: int, scratch_base: int) -> Tensor:
     """Return indices [n] int64 into `pool.flatten(0, 1)` of tokens at `positions` of the requests in `rows` of `table`;
-    see engine.triton_kernels.addressing for the layout."""
+    see engine.triton_kernels.cache for the layout."""
     block_size = pool.shape[1]
     entries = table[rows.long(), positions.long() // block_size].long()
     slices = (entries + layer).where(entries >= 0, scratch_base - 1 - entries)

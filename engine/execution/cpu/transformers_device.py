@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.attention import PagedAttention, arrange, clear_begun_blocks
-from engine.execution.cpu.device import PoolDevice
+from engine.execution.cpu.device import PagedAttention, PoolDevice, arrange, clear_begun_blocks
 from engine.execution.cpu.native.attention import NativeAttention
 from engine.execution.cpu.native.linear import Native, NativeLinear
-from engine.execution.layout import Layout
 from engine.execution.masks import FinishMasks
 from engine.execution.plan import LaunchPlan
-from engine.execution.pool import UnitPool
+from engine.execution.pool import StateTable, UnitPool
 from engine.execution.pooling import TakeHidden
-from engine.execution.rows import RowTable
+from engine.execution.rows import Layout, RowTable
 from engine.execution.sampler import DeviceSamples
-from engine.execution.states import StateTable
 from engine.limits import Limits
 from engine.models.attention import Manner
 from engine.models.transformers_model import Attend, TransformersModel

@@ -19,16 +19,13 @@ from engine.execution import memory
 from engine.execution.backend import Backend
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
-from engine.execution.cuda.buffers import HeadSizes
+from engine.execution.cuda.buffers import Buckets, HeadSizes, decode_buckets, graph_bytes, mixed_buckets
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernel_check import check_kernels, remembered, with_twins
-from engine.execution.cuda.mapped_layers import MappedLayers
+from engine.execution.cuda.mapped_layers import MappedLayers, Memory
+from engine.execution.cuda.mapped_layers import refusal as mapping_refusal
 from engine.execution.cuda.modules import KernelAttention
-from engine.execution.cuda.pinned_weights import PinnedWeights
-from engine.execution.cuda.shapes import Buckets, decode_buckets, graph_bytes, mixed_buckets
-from engine.execution.cuda.swap import staging_units
-from engine.execution.cuda.virtual_memory import Memory
-from engine.execution.cuda.virtual_memory import refusal as mapping_refusal
+from engine.execution.cuda.swap import PinnedWeights, staging_units
 from engine.execution.plan import BLOCKS, COMPACT, STORED_FLOATS, LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
@@ -36,7 +33,7 @@ from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
 from engine.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 from engine.machine.facts import BUS_RATE, cuda_devices, cuda_driver, host_engines
-from engine.models import float8
+from engine.models import compact
 from engine.models.checkpoint import load_layers
 from engine.models.compact import BLOCK, Blocks, Tiles, check, make_compact
 from engine.models.decoder import Decoder
@@ -107,7 +104,7 @@ class CudaBackend(Backend):
 
     def float8_refusal(self) -> str | None:
         found = torch.cuda.get_device_capability()
-        return None if found >= float8.OLDEST_ARCH else f"compute capability {found[0]}.{found[1]} is older than 8.9"
+        return None if found >= compact.OLDEST_ARCH else f"compute capability {found[0]}.{found[1]} is older than 8.9"
 
     def runs_experts(self, config: EngineConfig) -> bool:
         """See Backend. Features that adapt, stream or release the matrices of a layer know MLPs only."""
@@ -311,14 +308,14 @@ def float8_layers(*, keeps_floats: bool = False, by_kernels: bool = True) -> Mak
 
     `keeps_floats`: only for weights that are stored in 8-bit floats.
     """
-    return partial(float8.make_float8, rounding=_rounding(by_kernels=by_kernels), keeps_floats=keeps_floats)
+    return partial(compact.make_float8, rounding=_rounding(by_kernels=by_kernels), keeps_floats=keeps_floats)
 
 
-def _rounding(*, by_kernels: bool) -> float8.Rounding:
+def _rounding(*, by_kernels: bool) -> compact.Rounding:
     if not by_kernels or launch_refusal() is not None:
-        return float8.BY_TORCH
-    kernels = importlib.import_module("engine.triton_kernels.round_rows")
-    return float8.Rounding(kernels.round_rows, kernels.scale_rows)
+        return compact.BY_TORCH
+    kernels = importlib.import_module("engine.triton_kernels.norms")
+    return compact.Rounding(kernels.round_rows, kernels.scale_rows)
 
 
 @cache

@@ -4,10 +4,26 @@
 last one again uploads changes of block tables only. Cache operations use the same stream, transfers of the host tier
 others (`engine.execution.cuda.swap`). Steps that project hidden state, compute embeddings, or have both prompts and
 adapters run without a graph. With torch kernels, or Triton's interpreter, the class also runs on the CPU.
+
+LoRA adapters for CUDA graphs: a table of addresses by slot, to which the rows of a step refer.
+
+A graph reads the slots of rows in every step, so that one graph serves rows of any adapters. Adapters without a free
+slot, or with too high a rank, get no slot; steps with such rows run without a graph.
+
+Sampling on the device: the equivalent of `engine.execution.sampler` without synchronisation.
+
+Order: logit bias and minimum length (a list of edits), penalties (a history per row on the device), grammar masks,
+draws, log-probabilities, each only if a row of the step uses it. Nothing depends on values that only the device knows,
+so the next step can be launched before this one has ended.
+
+A CUDA device as one stage of a pipeline of engines: a range of layers, without graphs, between two hidden states in
+page-locked host memory (KunServe §4).
+
+Steps have the shapes of their buckets, so that they use the same kernels as the graphs of a whole engine.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -18,30 +34,293 @@ import torch
 from torch import Tensor
 
 from engine.api import MAX_LOGPROBS, SamplingParams
-from engine.arrays import IntArray
-from engine.execution.cuda.adapters import SlottedAdapters, StepSlots
-from engine.execution.cuda.buffers import HeadSizes, RepeatedStep, StepBuffers, StepInputs, StepWishes, send
-from engine.execution.cuda.forward import DeviceTables, Forward, Graphs, long_from
-from engine.execution.cuda.hidden import Projection, StepHidden
-from engine.execution.cuda.sampling import Sampling
-from engine.execution.cuda.shapes import Buckets, PaddedShape
-from engine.execution.cuda.stage import Stage
+from engine.arrays import Int32Array, IntArray
+from engine.execution.cuda.buffers import (
+    Buckets,
+    HeadSizes,
+    PaddedShape,
+    RepeatedStep,
+    StepBuffers,
+    StepInputs,
+    StepWishes,
+    send,
+)
+from engine.execution.cuda.forward import DeviceTables, Forward, Graphs, Projection, StepHidden, long_from
 from engine.execution.cuda.swap import Swapper
-from engine.execution.layout import Layout, decodes_first
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import PoolOptions, UnitPool
 from engine.execution.pooling import TakeHidden
-from engine.execution.rows import RowTable, has_hidden
-from engine.execution.sampler import DeviceSamples
-from engine.execution.stream import DeviceStream
+from engine.execution.rows import Layout, RowTable, decodes_first, has_hidden
+from engine.execution.sampler import DeviceSamples, RowLogprobs
+from engine.execution.stream import DeviceStream, Mark, pinned
 from engine.limits import Limits
-from engine.models.lora import Adapters, Delta, Site
+from engine.models.lora import Adapters, Delta, Site, StepAdapters
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
+from engine.scheduling.output import LATE_TOKEN, UNMASKED_TOKEN
 from engine.triton_kernels import Kernels, configs
 
 if TYPE_CHECKING:
     from engine.execution.stages import NextStage
+
+
+NUM_SLOTS = 63  # plus slot 0 for no adapter, so that parts of the table start at multiples of 16 bytes
+LARGEST_RANK = 192
+"""Maximum rank of a site, for example rank 64 for each of q, k and v."""
+SLOTS = ("qkv", "out", "up", "down")
+"""Adapted matrices of a layer, in the order of `matrices`."""
+
+
+class SlottedAdapters(Adapters):
+    """Adapters with slots. Slot 0 is no adapter. Without `taken` there are no adapters and no table."""
+
+    def __init__(self, spec: ModelSpec, max_rows: int, device: torch.device, *, taken: bool) -> None:
+        super().__init__()
+        self.taken = taken
+        sites = [Site(layer, name) for layer in range(spec.num_layers) for name in SLOTS]
+        self._places = {site: place for place, site in enumerate(sites)}
+        self._slots: dict[int, int] = {}
+        self._free = list(range(NUM_SLOTS, 0, -1)) if taken else []
+        widest = max(spec.hidden_size, spec.q_size, spec.intermediate_size)
+        count, rows = (len(sites), max_rows) if taken else (0, 0)
+        self.table = torch.zeros((count, NUM_SLOTS + 1, 3), dtype=torch.int64, device=device)
+        parts = -(-widest // configs.LORA_SPLIT), rows, LARGEST_RANK
+        self.partial = torch.zeros(parts, dtype=torch.float32, device=device)
+
+    def put(self, number: int, deltas: Mapping[Site, Delta]) -> None:
+        super().put(number, deltas)
+        if not self._free or max((len(delta.a) for delta in deltas.values()), default=0) > LARGEST_RANK:
+            return
+        entries = np.zeros((len(self._places), 3), dtype=np.int64)
+        for site, delta in deltas.items():
+            assert delta.a.is_contiguous() and delta.b.is_contiguous(), "kernels need contiguous matrices"
+            entries[self._places[site]] = delta.a.data_ptr(), delta.b.data_ptr(), len(delta.a)
+        slot = self._slots[number] = self._free.pop()
+        self.table[:, slot].copy_(send(entries, self.table.device))
+
+    def slots_of(self, numbers: IntArray) -> IntArray | None:
+        """Return the slots of the adapters [T]; None if one has no slot."""
+        found = [self._slots.get(number, -1) if number else 0 for number in numbers.tolist()]
+        return None if -1 in found else np.array(found, dtype=np.int64)
+
+    def table_of(self, site: Site) -> Tensor:
+        """Return addresses and ranks [slots, 3] of the adapters of a site."""
+        return self.table[self._places[site]]
+
+
+class StepSlots(StepAdapters):
+    """Adapters of a step by table; they apply to all layers, because the host does not know the rows."""
+
+    def __init__(self, adapters: SlottedAdapters, slots: Tensor, kernels: Kernels) -> None:
+        """Use the slots [T] of rows in the device tensor `slots`."""
+        super().__init__((), len(slots))
+        self._adapters, self._slots, self._kernels = adapters, slots, kernels
+
+    def has(self, site: Site) -> bool:  # noqa: ARG002
+        return True
+
+    def add(self, site: Site, x: Tensor, y: Tensor) -> None:
+        self._kernels.lora_add(x, y, self._slots, self._adapters.table_of(site), self._adapters.partial)
+
+
+class Sampling:
+    """Sampling of one device.
+
+    `history [rows, vocab]` int32 as in `engine.triton_kernels.draw` takes 4 bytes per row and token.
+    """
+
+    def __init__(
+        self, rows: RowTable, kernels: Kernels, buffers: StepBuffers, vocab: int, device: torch.device
+    ) -> None:
+        self._rows, self._kernels, self._buffers = rows, kernels, buffers
+        self._history = torch.zeros((rows.num_rows, vocab), dtype=torch.int32, device=device)
+        self._loaded = np.full(rows.num_rows, -1, dtype=np.int64)  # generation whose history is on the device
+
+    def begin(self, layout: Layout) -> StepWishes:
+        """Write the parameters of a step's samples to the host side of the buffers, before the upload."""
+        where = layout.sampled_rows
+        if not len(where):
+            return StepWishes()
+        ends = layout.positions[layout.sampled_tokens] + 1
+        # Tokens that were not sampled here are missing in the history, which is then rebuilt.
+        self._loaded[where[layout.lengths[layout.sampled] > 1]] = -1
+        return self._buffers.fill_wishes(where, ends, self._rows, self._history.shape[1])
+
+    def choose(self, raw: Tensor, greedy: Tensor, wishes: StepWishes, masks: StepMasks | None) -> DeviceSamples:
+        """Return tokens [S] int32 of logits [S, vocab] with argmax `greedy` (negative: not finite), after the upload.
+
+        Masks are applied in place if no log-probabilities are wanted.
+        """
+        logits, tokens, kernels = raw, greedy, self._kernels
+        if wishes.edits or wishes.penalties:
+            logits = raw.to(torch.float32, copy=True)
+        elif masks is not None and wishes.logprobs:
+            logits = raw.clone()
+        self._edit(logits, wishes)
+        masked = masks is not None and len(masks.places) > 0
+        if masks is not None and masked:
+            places = send(masks.places.astype(np.int32), logits.device)
+            kernels.token_mask(logits, places, send(masks.bits, logits.device))
+        if logits is not raw or masked:
+            tokens = _best(logits, greedy)
+        if wishes.draws is not None:
+            tokens = kernels.draw(logits, tokens, *wishes.draws)
+        if masks is not None:
+            tokens = _without_masks(tokens, masks)
+        if wishes.penalties is not None:
+            kernels.count_tokens(self._history, wishes.penalties.rows, wishes.penalties.places, tokens)
+        return DeviceSamples(tokens, _logprobs(raw, tokens, wishes))
+
+    def _edit(self, logits: Tensor, wishes: StepWishes) -> None:
+        for index, values in wishes.edits:
+            logits.view(-1).index_add_(0, index, values)
+        penalties = wishes.penalties
+        if penalties is None:
+            return
+        loads = self._loads(penalties.host_rows, penalties.host_ends)
+        if loads is not None:
+            rows, places, values = (send(part, logits.device) for part in loads)
+            self._history.index_fill_(0, rows, 0)
+            self._history.view(-1).index_copy_(0, places, values)
+        self._kernels.penalise(logits, penalties.places, penalties.rows, self._history, penalties.values)
+
+    def _loads(self, where: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, Int32Array] | None:
+        """Return the histories to load: rows sampled for the first time, or after forced tokens.
+
+        Returns rows [n] to clear, flat indices [m] into the history, and values [m]; None if there are none. All tokens
+        of such rows are known.
+        """
+        rows = self._rows
+        new = self._loaded[where] != rows.generation[where]
+        if not new.any():
+            return None
+        places, values = [], []
+        for row, end in zip(where[new].tolist(), ends[new].tolist(), strict=True):
+            tokens, first = rows.tokens[row, :end], int(rows.num_prompt[row])
+            assert (tokens >= 0).all(), "all tokens of a new history must be known"
+            ids, inverse = np.unique(tokens, return_inverse=True)
+            said = 2 * np.bincount(inverse[first:], minlength=len(ids))
+            said[np.unique(inverse[:first])] += 1
+            places.append(row * self._history.shape[1] + ids)
+            values.append(said.astype(np.int32))
+        self._loaded[where[new]] = rows.generation[where[new]]
+        return where[new], np.concatenate(places), np.concatenate(values)
+
+
+def _best(logits: Tensor, greedy: Tensor) -> Tensor:
+    """Return the argmax [S] int32 of changed logits; negative where the raw logits were not finite, because a mask may
+    hide a NaN."""
+    best, tokens = logits.max(dim=-1)
+    return torch.where((greedy < 0) | ~best.isfinite(), greedy.clamp(max=-1), tokens.to(torch.int32))
+
+
+def _without_masks(tokens: Tensor, masks: StepMasks) -> Tensor:
+    """Replace tokens [S] at places without a mask by the reason."""
+    for places, reason in ((masks.late, LATE_TOKEN), (masks.failed, UNMASKED_TOKEN)):
+        if len(places):
+            tokens = tokens.index_fill(0, send(places.astype(np.int32), tokens.device).long(), reason)
+    return tokens
+
+
+def _logprobs(raw: Tensor, tokens: Tensor, wishes: StepWishes) -> RowLogprobs | None:
+    wanted = wishes.logprobs
+    if wanted is None:
+        return None
+    values = raw.index_select(0, wanted.places).float().log_softmax(dim=-1)
+    chosen = values.gather(1, tokens.index_select(0, wanted.places).clamp(min=0).long()[:, None])
+    top = values.topk(min(max(int(wanted.counts.max()), 1), values.shape[1]), dim=-1)
+    packed = torch.cat((chosen.view(torch.int32), top.values.view(torch.int32), top.indices.to(torch.int32)), dim=1)
+    return RowLogprobs(packed, wanted.host_places, wanted.counts)
+
+
+class Stage:
+    """Stage of a `forward` that runs in `stream`.
+
+    `fill` writes a step and sends it to the device. `max_tokens` is the maximum number of tokens of a step.
+    """
+
+    def __init__(
+        self, forward: Forward, stream: DeviceStream, fill: Callable[[Layout], StepInputs], max_tokens: int
+    ) -> None:
+        self._forward, self._stream, self._fill = forward, stream, fill
+        self._weights, self._max_tokens = forward.decoder.weights, max_tokens
+        self._in: Tensor | None = None
+        self._out: Tensor | None = None
+        self._entered: Mark | None = None
+
+    def lead(self, beyond: "NextStage", chunks: IntArray, take: TakeHidden | None) -> Tensor:
+        """Run chunks [n, 4] here and on the following stages; return the sampled hidden state [S, H] on the host.
+
+        All micro-batches are launched before the first result is awaited; each is sent on when it has ended.
+        """
+        layouts, begun = [], []
+        for part in beyond.cut(chunks, whole=take is not None):
+            layouts.append(decodes_first(part))
+            inputs = self._fill(layouts[-1])
+            begun.append(self._forward.through(inputs, self._forward.embed(inputs))[: len(layouts[-1].positions)])
+        for layout, hidden in zip(layouts, self._leave(begun), strict=True):
+            wanted = layout.sampled_tokens if take is None else np.arange(len(hidden))
+            beyond.send(layout.chunks, hidden[None], wanted)
+        came = torch.cat([hidden[0] for hidden in beyond.receive()])
+        if take is None:
+            return came
+        decoder = self._forward.decoder
+        take(layouts[0], decoder.normed(self.enter(came, len(came))), decoder.head)
+        return came[torch.from_numpy(layouts[0].sampled_tokens)]
+
+    def pass_through(self, beyond: "NextStage | None", chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
+        """Run the next part of a step that another device began, with the data of `NextStage.send`, chunk i in row i.
+
+        Returns the wanted hidden states, on the host.
+        """
+        layout = decodes_first(chunks)
+        inputs, chunk = self._fill(layout), layout.token_rows
+        firsts = np.cumsum(chunks[:, 2]) - chunks[:, 2]
+        # Reorder tokens for attention, and back.
+        came = firsts[chunk] + layout.positions - chunks[chunk, 1]
+        x = self._forward.through(inputs, self.enter(hidden[0], inputs.shape.tokens, came))
+        back = np.empty_like(came)
+        back[came] = np.arange(len(came))
+        leaving = back if beyond is not None else back[wanted]
+        (left,) = self._leave([x.index_select(0, send(leaving, x.device))])
+        if beyond is None:
+            return left[None]
+        beyond.send(chunks, left[None], wanted)
+        return beyond.receive()[0]
+
+    def enter(self, hidden: Tensor, rows: int, order: IntArray | None = None) -> Tensor:
+        """Copy hidden state [n, H], reordered by `order [n]`, from the host to the device, padded with zeros to `rows`
+        rows."""
+        if self._entered is not None:
+            self._entered.synchronize()  # the staging memory is free again
+        self._in = self._passing() if self._in is None else self._in
+        passing = self._in[: len(hidden)]
+        if order is None:
+            passing.copy_(hidden)
+        else:
+            torch.index_select(hidden, 0, torch.from_numpy(order), out=passing)
+        found = self._weights.embedding.new_zeros((rows, hidden.shape[1]))
+        self._stream.copy(passing, found[: len(hidden)])
+        self._entered = self._stream.mark()
+        return found
+
+    def _leave(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield hidden states [n, H] on the host as they arrive; valid until the next call."""
+        self._out = self._passing() if self._out is None else self._out
+        at, left = 0, list[tuple[Tensor, Mark]]()
+        for part in parts:
+            passing = self._out[at : at + len(part)]
+            left.append((passing, self._stream.fetch(part, passing)))
+            at += len(part)
+        for passing, mark in left:
+            mark.synchronize()
+            yield passing
+
+    def _passing(self) -> Tensor:
+        width = self._weights.embedding.shape[1]
+        size = self._max_tokens * width
+        return pinned(size, self._weights.embedding.dtype, self._weights.embedding.device).view(-1, width)
+
 
 log = logging.getLogger("tidemill.engine")
 

@@ -25,8 +25,7 @@ from engine import __version__
 from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.cache.blocks import CacheEntry, CacheKind, Tier
 from engine.errors import ConfigError
-from engine.execution.cuda.adapters import SLOTS
-from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.device import SLOTS, CudaDevice
 from engine.execution.masks import StepMasks
 from engine.execution.rows import UNKNOWN
 from engine.limits import UNITS_PER_BLOCK, Limits

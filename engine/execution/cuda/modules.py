@@ -1,6 +1,6 @@
 """Attention of transformers modules by the CUDA kernels: takes q, k and v of a layer and returns the result.
 
-Twin: `engine.execution.cpu.attention.PagedAttention`. Layers may differ in heads, widths of K and V, and variants of
+Twin: `engine.execution.cpu.device.PagedAttention`. Layers may differ in heads, widths of K and V, and variants of
 attention. Each shape of heads has its own work lists, which a step fills and sends when it meets the first such layer.
 Nothing waits for the device.
 """
@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cuda.buffers import HeadSizes, StepBuffers, StepInputs
+from engine.execution.cuda.buffers import HeadSizes, PaddedShape, StepBuffers, StepInputs
 from engine.execution.cuda.forward import DeviceTables, attend
-from engine.execution.cuda.shapes import PaddedShape
-from engine.execution.layout import Layout, decodes_first
 from engine.execution.pool import UnitPool
-from engine.execution.rows import RowTable
+from engine.execution.rows import Layout, RowTable, decodes_first
 from engine.limits import Limits
 from engine.models.attention import PLAIN, Manner
 from engine.triton_kernels import Kernels

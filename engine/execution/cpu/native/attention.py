@@ -1,6 +1,6 @@
 """Attention of transformers modules by the C++ library: takes q, k and v of a layer and returns the result.
 
-Twin: `engine.execution.cpu.attention.PagedAttention`. Layers may differ in heads, widths of K and V, and variants of
+Twin: `engine.execution.cpu.device.PagedAttention`. Layers may differ in heads, widths of K and V, and variants of
 attention. Each shape of heads has its own tape, with three operations per layer (write cells, attend queries, merge
 parts of split contexts), added when the layer is first seen. A step is planned once per tape.
 """
@@ -15,9 +15,8 @@ from engine.arrays import IntArray
 from engine.execution.cpu.native.library import TYPES, Kind, Op, Tape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import Native, rows_for, stride_of
 from engine.execution.cpu.native.tape import shape_over, step_over
-from engine.execution.layout import Layout
 from engine.execution.pool import UnitPool
-from engine.execution.rows import RowTable
+from engine.execution.rows import Layout, RowTable
 from engine.models.attention import PLAIN, Manner
 
 FIRST_TOKENS = 512

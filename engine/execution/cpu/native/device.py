@@ -2,28 +2,310 @@
 
 Steps with hidden state use torch operators with the same weights, because tapes do not support its scratch. So do steps
 with adapters if layers are streamed.
+
+A model that the C++ library runs, bound to a pool of blocks and a table of rows: one call per step.
 """
 
 from collections.abc import Mapping
-from typing import Unpack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.attention import clear_begun_blocks
-from engine.execution.cpu.device import TorchDevice
+from engine.execution.cpu.device import TorchDevice, clear_begun_blocks
+from engine.execution.cpu.native.library import TYPES, Tape, TapeShape, TapeStep, activation_dtype
 from engine.execution.cpu.native.linear import Native
-from engine.execution.cpu.native.model import NativeModel
-from engine.execution.layout import Layout
+from engine.execution.cpu.native.tape import Buffers, Composed, NativeWeights, compose, shape_over, step_over
 from engine.execution.masks import FinishMasks
-from engine.execution.pool import PoolOptions
+from engine.execution.pool import PoolOptions, UnitPool
 from engine.execution.pooling import TakeHidden
-from engine.execution.rows import has_hidden
+from engine.execution.rows import Layout, RowTable, has_hidden
 from engine.execution.sampler import DeviceSamples
 from engine.limits import Limits
+from engine.models import torch_ops
 from engine.models.decoder import Decoder
-from engine.models.lora import Delta, Site
+from engine.models.lora import Delta, Site, StepAdapters
+from engine.models.spec import ModelSpec
+from engine.models.torch_ops import attention_scaling, inverse_frequencies
+from engine.models.weights import ModelWeights, matrices
+from engine.scheduling.output import INVALID_TOKEN
+
+if TYPE_CHECKING:
+    from engine.execution.stages import NextStage
+
+
+_FIRST_TOKENS = 512  # initial rows of the buffers
+MANY_A_SAMPLE = 4
+"""Tokens per sample from which the end of a step runs only for sampled tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Result of a step for each sampling chunk, in order.
+
+    Attributes:
+        best: Largest logit; if not finite, no token can be chosen.
+        best_ids: Lowest token id of the largest logit.
+        logits: [n, vocab] float32 if requested.
+    """
+
+    best: np.ndarray
+    best_ids: IntArray
+    logits: Tensor | None
+
+    def as_given(self) -> tuple[Tensor, DeviceSamples | None]:
+        """Return the result of `Device.forward`: logits, or tokens."""
+        if self.logits is not None:
+            return self.logits, None
+        tokens = np.where(np.isfinite(self.best), self.best_ids, INVALID_TOKEN)
+        return torch.empty((len(tokens), 0)), DeviceSamples(torch.from_numpy(tokens.astype(np.int32)))
+
+
+class NativeModel:
+    """Runs one step at a time. `max_model_len`: longest context of the engine."""
+
+    def __init__(
+        self,
+        native: Native,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        pool: UnitPool,
+        rows: RowTable,
+        max_model_len: int,
+    ) -> None:
+        self.native = native
+        self._spec = spec
+        self._pool = pool
+        self._rows = rows
+        self._dtype = weights.embedding.dtype
+        self._level = native.level_for(self._dtype)
+        self._layers = weights.layers
+        self._model = weights
+        self._max_model_len = max_model_len
+        self._weights = NativeWeights(native, spec, weights, range(spec.num_layers))
+        self._max_samples = rows.num_rows
+        self._frequencies = [
+            inverse_frequencies(spec.rope, is_long=each).contiguous() for each in (False, True) if spec.rope
+        ]
+        self._best = np.empty(self._max_samples, dtype=np.float32)
+        self._best_ids = np.empty(self._max_samples, dtype=np.int64)
+        self._logits = torch.empty(0, self._weights.head.out_features)
+        self._takes_adapters = False
+        self._activation = torch_ops.ACTIVATIONS[spec.activation]
+        self._make_room(_FIRST_TOKENS)
+
+    def take_adapters(self) -> torch.dtype:
+        """Enable adapters in later steps; return the type that their matrices must have."""
+        if not self._takes_adapters:
+            self._takes_adapters = True
+            self._make_room(self._max_tokens)
+        return activation_dtype(self._level)
+
+    def run(
+        self,
+        chunks: IntArray,
+        *,
+        logits: bool,
+        beyond: "NextStage | None" = None,
+        whole: bool = False,
+        adapters: StepAdapters | None = None,
+    ) -> Sampled:
+        """Run chunks [n, 4] (row, start, length, sample) of rows whose blocks all hold K and V.
+
+        Args:
+            beyond: Runs the layers after those kept here.
+            whole: Whether `hidden` must be valid for all tokens.
+            adapters: Adapters of the tokens, chunk by chunk; not with streamed layers.
+
+        Raises:
+            StepError: For an invalid step.
+            WeightReadError: If a streamed layer cannot be read.
+        """
+        chunks = self._take(chunks)
+        count = int(np.count_nonzero(chunks[:, 3]))
+        kept = self._logits_for(count) if logits and count else None
+        step = self._step(chunks, kept)
+        if adapters is not None:
+            self._run_adapted(step, int(chunks[:, 2].sum()), adapters)
+        elif self._layers.streamed and beyond is None:
+            self._run_streamed(step)
+        elif beyond is None:
+            lean = self._lean if not whole and int(chunks[:, 2].sum()) >= MANY_A_SAMPLE * count else None
+            (lean or self._tape).run(self.native.team, step)
+        else:
+            self._run_pipeline(beyond, chunks, step, whole)
+        return Sampled(self._best[:count], self._best_ids[:count], kept)
+
+    def keep(self, layers: range) -> None:
+        """Run only these layers; the pool is arranged for them with its current number of units."""
+        self._weights = NativeWeights(self.native, self._spec, self._model, layers)
+        self._make_room(self._max_tokens)
+
+    def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray, beyond: "NextStage | None") -> Tensor:
+        """See TorchDevice."""
+        chunks, tape, team = self._take(chunks), self._tape, self.native.team
+        step = self._step(chunks, None)
+        tape.begin(team, step)
+        first, last = self._composed.layers[0].start, self._composed.layers[-1].stop
+        tape.run_ops(team, 1, first)  # everything before the layers except the embedding
+        self._put(np.arange(hidden.shape[1]), hidden)
+        tape.run_ops(team, first, last)
+        if beyond is None:
+            return self._parts(wanted)
+        beyond.send(chunks, self._parts(np.arange(hidden.shape[1])), wanted)
+        return beyond.receive()[0]
+
+    def _run_pipeline(self, beyond: "NextStage", chunks: IntArray, step: TapeStep, whole: bool) -> None:
+        """Run a step as micro-batches over all stages; the head reads their rows as if they had run together."""
+        tape, team, last = self._tape, self.native.team, self._composed.layers[-1].stop
+        for part in beyond.cut(chunks, whole=whole):
+            part_step = self._step(part, None)
+            tape.begin(team, part_step)
+            tape.run_ops(team, 0, last)
+            beyond.send(part, self._parts(np.arange(int(part[:, 2].sum()))), _wanted(part, whole))
+        tape.begin(team, step)
+        self._put(_wanted(chunks, whole), torch.cat(beyond.receive(), dim=1))
+        tape.run_ops(team, last, len(self._composed.ops))
+
+    def _addends(self) -> list[Tensor]:
+        """Return the rows whose sum is the hidden state between layers."""
+        at, size = self._buffers, self._spec.hidden_size
+        return [each[:, :size] for each in (at.x, at.delta, at.other) if each is not None]
+
+    def _parts(self, tokens: IntArray) -> Tensor:
+        return torch.stack([each[torch.from_numpy(tokens)] for each in self._addends()])
+
+    def _put(self, tokens: IntArray, parts: Tensor) -> None:
+        for each, part in zip(self._addends(), parts, strict=True):
+            each[torch.from_numpy(tokens)] = part
+
+    def _take(self, chunks: IntArray) -> IntArray:
+        """Return the chunks [n, 4] as contiguous int64, after ensuring room for their tokens."""
+        chunks = np.ascontiguousarray(chunks, dtype=np.int64)
+        total = int(chunks[:, 2].sum())
+        if total > self._max_tokens:
+            self._make_room(max(total, 2 * self._max_tokens))
+        return chunks
+
+    def _run_streamed(self, step: TapeStep) -> None:
+        """Run the tape in segments around the streamed layers."""
+        tape, team, layers = self._tape, self.native.team, self._layers
+        tape.begin(team, step)
+        done = 0
+        for index in layers.streamed:
+            part = self._composed.layers[index]
+            tape.run_ops(team, done, part.start)
+            with layers.use(index) as layer:
+                for op, matrix in zip(self._composed.linear_ops(index), matrices(layer), strict=True):
+                    tape.set_weight(op, matrix.data().data_ptr())
+                tape.run_ops(team, part.start, part.stop)
+            done = part.stop
+        tape.run_ops(team, done, len(self._composed.ops))
+
+    def _run_adapted(self, step: TapeStep, num_tokens: int, adapters: StepAdapters) -> None:
+        """Run the tape in segments, and add the contributions of adapters to the outputs of linear layers."""
+        assert self._adapted is not None, "take_adapters() must precede steps with adapters"
+        (composed, tape), team, spec, at = self._adapted, self.native.team, self._spec, self._buffers
+        assert at.up is not None
+        hidden, ffn, result = spec.hidden_size, spec.intermediate_size, at.delta if at.other is None else at.other
+        up = ffn * (1 + spec.gated_mlp)
+        slots = {
+            "qkv": (at.normed[:num_tokens, :hidden], at.qkv[:num_tokens, : spec.q_size + 2 * spec.kv_size]),
+            "out": (at.attended[:num_tokens, : spec.q_size], at.delta[:num_tokens, :hidden]),
+            "up": (at.normed[:num_tokens, :hidden], at.up[:num_tokens, :up]),
+            "down": (at.inner[:num_tokens, :ffn], result[:num_tokens, :hidden]),
+        }
+        tape.begin(team, step)
+        done = 0
+        for index in range(len(composed.layers)):
+            for op, (slot, (x, y)) in zip(composed.linear_ops(index), slots.items(), strict=True):
+                site = Site(index, slot)
+                if slot != "up" and not adapters.has(site):
+                    continue
+                tape.run_ops(team, done, op + 1)
+                done = op + 1
+                adapters.add(site, x, y)
+                if slot == "up":
+                    at.inner[:num_tokens, :ffn] = self._activation(y)
+        tape.run_ops(team, done, len(composed.ops))
+
+    def hidden(self, num_tokens: int) -> Tensor:
+        """Return the hidden states [T, H] of the last step before the final norm, for tokens that were not sampled."""
+        return torch.stack([part[:num_tokens].float() for part in self._addends()]).sum(dim=0).to(self._dtype)
+
+    def _step(self, chunks: IntArray, logits: Tensor | None) -> TapeStep:
+        return step_over(
+            self._pool,
+            self._rows,
+            chunks,
+            logits_stride=self._weights.head.out_features,
+            logits=None if logits is None else logits.data_ptr(),
+            best=self._best.ctypes.data,
+            best_id=self._best_ids.ctypes.data,
+        )
+
+    def _logits_for(self, count: int) -> Tensor:
+        if not len(self._logits):
+            self._logits = self._logits.new_empty(self._max_samples, self._weights.head.out_features)
+        return self._logits[:count]
+
+    def _make_room(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._buffers = Buffers(
+            self._spec, activation_dtype(self._level), max_tokens, self._max_samples,
+            row_scales=self._weights.row_scales, adapted=self._takes_adapters,
+        )  # fmt: skip
+        self._composed = compose(self._spec, self._weights, self._buffers)
+        self._tape = Tape(self.native.library, self._shape(), self._composed.ops)
+        self._lean = self._lean_tape() if len(self._weights.layers) == self._spec.num_layers else None
+        self._adapted: tuple[Composed, Tape] | None = None
+        if self._takes_adapters:
+            adapted = compose(self._spec, self._weights, self._buffers, adapted=True)
+            self._adapted = adapted, Tape(self.native.library, self._shape(), adapted.ops)
+
+    def _lean_tape(self) -> Tape:
+        """Return a tape that skips unused work for tokens that are not sampled."""
+        self._sampled = Buffers(
+            self._spec,
+            activation_dtype(self._level),
+            self._max_samples,
+            self._max_samples,
+            row_scales=self._weights.row_scales,
+        )
+        composed = compose(self._spec, self._weights, self._buffers, sampled=self._sampled)
+        return Tape(self.native.library, self._shape(), composed.ops)
+
+    def _shape(self) -> TapeShape:
+        spec = self._spec
+        return shape_over(
+            self._pool,
+            self._rows,
+            self._max_model_len,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            value_dim=spec.head_dim,
+            rotary_dim=spec.rope.rotary_dim if spec.rope else 0,
+            hidden=spec.hidden_size,
+            vocab=spec.vocab_size,
+            max_tokens=self._max_tokens,
+            rounds_once=int(spec.centered_norms),
+            level=self._level,
+            type=TYPES[self._dtype],
+            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+            rotary_scaling=attention_scaling(spec.rope) if spec.rope else 1.0,
+            inverse_frequencies=self._frequencies[0].data_ptr() if spec.rope else None,
+            long_frequencies=self._frequencies[1].data_ptr() if spec.rope and spec.short_context else None,
+        )
+
+
+def _wanted(chunks: IntArray, whole: bool) -> IntArray:
+    """Return the tokens of a step, chunk by chunk, whose final hidden state is used."""
+    ends = np.cumsum(chunks[:, 2])
+    return np.arange(int(ends[-1])) if whole else ends[chunks[:, 3] > 0] - 1
 
 
 class NativeDevice(TorchDevice):

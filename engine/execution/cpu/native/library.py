@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.execution.cpu.native import LIBRARY, is_built
-from engine.execution.host_memory import HugePages
+from engine.execution.stream import HugePages
 
 _ABI = 15
 _ERROR_BYTES = 256

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.execution.cpu.attention import mix
+from engine.execution.cpu.device import mix
 from engine.execution.cpu.native.attention import NativeAttention
+from engine.execution.cpu.native.device import NativeModel
 from engine.execution.cpu.native.library import Library, StepError, Team, load
 from engine.execution.cpu.native.linear import Native
-from engine.execution.cpu.native.model import NativeModel
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.limits import Limits
