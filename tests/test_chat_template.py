@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import tokenizer_folders as folders
+from cost_tools import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_folders import load, reference, user
 from tokenizers import AddedToken
-from work_counter import assert_linear
 
 import engine.text.template_probe
 from engine.errors import InvalidRequestError, ModelLoadError
@@ -236,7 +236,7 @@ def test_strings_are_found_at_any_depth_in_linear_time() -> None:
         return lambda: list(chat_template._strings(value))
 
     assert len(nested(5000)()) == 5050
-    assert_linear(nested, 100)
+    check(nested, 100, 0)
 
 
 @pytest.mark.slow

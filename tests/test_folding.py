@@ -8,8 +8,8 @@ import httpx
 import pytest
 import tokenizer_folders
 import tokenizers
+from cost_tools import check
 from fake_engine import MODEL, FakeEngine, say, serve
-from work_counter import assert_linear
 
 from engine.text.chat_template import fold
 from engine.text.template_probe import Shape, probe_templates
@@ -203,7 +203,7 @@ def test_folding_is_linear() -> None:
         turns = [user("x" * 20), system("y"), calling("f", "g"), result("f", "1"), user("z"), said("a"), said("b")]
         return lambda: fold(turns * size, ALL)
 
-    assert_linear(conversation, 20)
+    check(conversation, 20, 0)
 
 
 async def test_all_three_apis_fold(tmp_path: Path) -> None:

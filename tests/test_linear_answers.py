@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 import pytest
+from cost_tools import cost_of
 from test_tools import FUNCTIONS, take_apart
-from work_counter import count_work
 
 from engine.api import FinishReason, TokenLogprobs
 from gateway.generate import answer_parser
@@ -225,5 +225,5 @@ def merge(num_choices: int, num_outputs: int) -> list[Any]:
 @pytest.mark.slow
 def test_an_output_costs_the_same_however_many_choices_there_are() -> None:
     assert [output.number for output in merge(8, 64)] == list(range(64))
-    few, many = (count_work(functools.partial(merge, num, 512)).lines for num in (4, 64))
+    few, many = (cost_of(functools.partial(merge, num, 512)).lines for num in (4, 64))
     assert many <= 2 * few

@@ -320,20 +320,6 @@ async def test_a_tenant_may_name_itself_in_a_list(served: tuple[Served, Clients]
     assert await names(clients["other"], tenant="other") == {finished, running} == await names(clients["other"])
 
 
-async def test_keys_of_the_command_line_are_no_operators_beside_a_key_file(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    file = keys_of(tmp_path, "acme acme", "joined default")
-    keys = ("acme", "direct", "joined")
-    async with started(tokenizer, tmp_path, file, *keys, api_key=("direct",)) as (_, clients):
-        acme, direct, joined = (clients[key] for key in keys)
-        theirs = await until(acme, (await submit(acme, jsonl([line(1)]))).id)
-        mine = await until(direct, (await submit(direct, jsonl([line(1)]))).id)
-        assert (await get(direct, f"/v1/batches/{theirs.id}")).status_code == 404
-        assert await names(direct) == await names(joined) == {mine.id}, "a tenant named default is the same tenant"
-        assert (await get(direct, "/v1/batches", params={"tenant": "*"})).status_code == 403
-
-
 async def test_the_command_line_lists_and_cancels_for_an_operator(
     served: tuple[Served, Clients], capsys: pytest.CaptureFixture[str]
 ) -> None:
