@@ -18,18 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine.api import (
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    EngineStats,
-    FinishReason,
-    Lane,
-    LoadReport,
-    RequestOutput,
-    RequestTimes,
-    SamplingParams,
-)
+from engine.api import EngineRequest, FinishReason, Lane, RequestOutput, RequestTimes, SamplingParams
+from engine.client import EngineInfo, EngineState, EngineStats, LoadReport
 from engine.colocation.keeper import Colocation
 from engine.colocation.tuner import BudgetTuner
 from engine.core import EngineCore

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.api import EngineInfo
+from engine.client import EngineInfo
 from engine.errors import ConfigError
 from engine.scheduling.output import Chunk, ModelRunnerOutput, SchedulerOutput
 

@@ -14,7 +14,7 @@ latency objective."""
 
 
 class RequestStream:
-    """Implementation of engine.api.OutputStream.
+    """Implementation of engine.client.OutputStream.
 
     Args:
         abort: Ends the request; called by `aclose`.

@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 from starlette.requests import Request
 
-from engine.api import EngineClient, EngineInfo, EngineState
+from engine.client import EngineClient, EngineInfo, EngineState
 from engine.errors import EngineUnavailableError
 from engine.forms import ThoughtMarks
 from engine.machine.facts import read_processor

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.api import ColocationStats, EngineState, EngineStats
+from engine.client import ColocationStats, EngineState, EngineStats
 from engine.errors import EngineUnavailableError
 from gateway.context import context_of, sees_all
 from gateway.generate.answering import find_model

@@ -16,7 +16,7 @@ import pytest
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 from support.lazy import openai
 
-from engine.api import EngineStats
+from engine.client import EngineStats
 from engine.text.tokenizer import Tokenizer
 from gateway.batch import finish as batch_finish
 from gateway.batch import input as batch_input

@@ -10,16 +10,8 @@ from typing import Any
 
 from integrity import check_core
 
-from engine.api import (
-    EngineRequest,
-    EngineStats,
-    FinishReason,
-    Lane,
-    OutputStream,
-    RequestClass,
-    RequestOutput,
-    SamplingParams,
-)
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, SamplingParams
+from engine.client import EngineStats, OutputStream
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import TidemillError

@@ -15,19 +15,8 @@ from typing import Any
 
 import uvicorn.server
 
-from engine.api import (
-    ColocationStats,
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    EngineStats,
-    FinishReason,
-    Lane,
-    RequestClass,
-    RequestOutput,
-    RequestTimes,
-    TokenLogprobs,
-)
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
+from engine.client import ColocationStats, EngineInfo, EngineState, EngineStats
 from engine.engine import Engine
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.stream import RequestStream

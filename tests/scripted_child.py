@@ -38,7 +38,8 @@ import socket  # noqa: E402
 
 from fakes.staged import LAYER_BYTES, LAYERS, UNIT_LAYER_BYTES, StagedFake  # noqa: E402
 
-from engine.api import DroppableLayers, EngineInfo, EngineRequest, SamplingParams, TokenLogprobs  # noqa: E402
+from engine.api import EngineRequest, SamplingParams, TokenLogprobs  # noqa: E402
+from engine.client import DroppableLayers, EngineInfo  # noqa: E402
 from engine.colocation.keeper import Colocation  # noqa: E402
 from engine.config import EngineConfig, scheduler_settings  # noqa: E402
 from engine.core import EngineCore  # noqa: E402

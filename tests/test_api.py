@@ -10,10 +10,7 @@ from driver import make_request
 from fakes.runner import FakeRunner
 
 from engine.api import (
-    ColocationStats,
-    EngineInfo,
     EngineRequest,
-    EngineStats,
     FinishReason,
     Lane,
     RequestClass,
@@ -24,6 +21,7 @@ from engine.api import (
     TokenLogprobs,
 )
 from engine.cache.blocks import CacheKind
+from engine.client import ColocationStats, EngineInfo, EngineStats
 from engine.core import EngineCore
 from engine.errors import (
     ConfigError,

@@ -16,7 +16,8 @@ from batch_tools import batch_server, check_ended, jsonl, line, submit, until
 from hypothesis import given, settings
 from support.http import get
 
-from engine.api import EngineStats, Lane, TokenCosts
+from engine.api import Lane, TokenCosts
+from engine.client import EngineStats
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
 from engine.scheduling.objective import token_costs

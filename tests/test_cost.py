@@ -16,7 +16,8 @@ from cost_tools import Gateway, Work, check, cost_of, open_gateway
 from fake_engine import MODEL
 from support.tables import for_each
 
-from engine.api import EngineStats, TokenCosts
+from engine.api import TokenCosts
+from engine.client import EngineStats
 from engine.errors import InvalidRequestError
 from gateway.batch.forecast import Forecast
 from gateway.batch.input import check_input

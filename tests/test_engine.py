@@ -11,7 +11,8 @@ from driver import is_error, make_request, outputs_of, submit_one
 from fakes.runner import FakeRunner, solo
 from integrity import check_core
 
-from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass, RequestOutput
+from engine.api import EngineRequest, FinishReason, RequestClass, RequestOutput
+from engine.client import EngineInfo, EngineState
 from engine.colocation.keeper import Colocation
 from engine.colocation.waits import initial_budget
 from engine.core import EngineCore

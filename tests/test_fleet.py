@@ -14,7 +14,8 @@ import pytest
 from driver import is_error, submit_one
 from test_process import CHILD, CONFIG, POISON, answers, children, collect, mixture, request, until, until_idle
 
-from engine.api import EngineRequest, EngineState, FinishReason, RequestClass, SamplingParams
+from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
+from engine.client import EngineState
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.fleet.client import FleetClient

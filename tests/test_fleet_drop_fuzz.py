@@ -15,7 +15,8 @@ from support.fuzz import machine_test
 from test_fleet_fuzz import FakeFleetEngine
 from test_fleet_pipelines import MERGE, SPLIT, before_order
 
-from engine.api import DroppableLayers, EngineInfo, EngineRequest, FinishReason, RequestClass, SamplingParams
+from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
+from engine.client import DroppableLayers, EngineInfo
 from engine.core import EngineCore
 from engine.errors import EngineUnavailableError, TidemillError
 from engine.fleet.client import FleetClient

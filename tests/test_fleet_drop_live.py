@@ -12,7 +12,8 @@ import pytest
 from test_fleet_pipelines import ends_whole, killing_before, overload_of
 from test_process import collect, until
 
-from engine.api import EngineRequest, EngineState, PipelineStats, SamplingParams
+from engine.api import EngineRequest, SamplingParams
+from engine.client import EngineState, PipelineStats
 from engine.config import EngineConfig
 from engine.fleet.client import FleetClient
 from engine.fleet.launch import make_fleet

@@ -9,19 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.fuzz import machine_test
 
-from engine.api import (
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    EngineStats,
-    FinishReason,
-    Lane,
-    LoadReport,
-    RequestClass,
-    RequestOutput,
-    RequestTimes,
-    SamplingParams,
-)
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes, SamplingParams
+from engine.client import EngineInfo, EngineState, EngineStats, LoadReport
 from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
 from engine.fleet.client import FleetClient
 from engine.process.requests import OpenRequest, OpenRequests, hand_over, take_over

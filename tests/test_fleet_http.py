@@ -17,7 +17,7 @@ from fixtures import refuse_blocking
 from support.lazy import openai
 from test_process_http import CHILD, CONFIG, everything
 
-from engine.api import EngineState
+from engine.client import EngineState
 from engine.fleet.client import FleetClient
 from engine.process.client import EngineProcess
 from engine.process.launcher import ProcessOptions

@@ -12,18 +12,18 @@ import pytest
 from driver import Driver
 from fakes.runner import FakeRunner
 
-from engine.api import (
+from engine.api import EngineRequest, RequestClass, SamplingParams, TokenCosts
+from engine.client import (
     ClassStanding,
     ColocationStats,
     EngineInfo,
-    EngineRequest,
     EngineState,
     EngineStats,
     EngineView,
+    Figures,
     LoadReport,
-    RequestClass,
-    SamplingParams,
-    TokenCosts,
+    info_of_all,
+    total,
 )
 from engine.colocation.keeper import LEARNED
 from engine.errors import ConfigError
@@ -44,7 +44,6 @@ from engine.fleet.routing import (
 from engine.limits import SchedulerConfig
 from engine.machine.facts import HOST_ENGINES, Resources, share_out
 from engine.process.life import SentRequests
-from engine.process.totals import Figures, info_of_all, total
 from engine.scheduling.report import report_load
 from gateway.telemetry.engine_metrics import EngineCollector
 from predictor.budget import Standing

@@ -14,7 +14,8 @@ import pytest
 from test_fleet import fleet_of, kill, undying
 from test_process import CONFIG, collect, mixture, request, summed, until, until_idle
 
-from engine.api import EngineRequest, EngineState, FinishReason
+from engine.api import EngineRequest, FinishReason
+from engine.client import EngineState
 from engine.fleet.client import FleetClient
 from engine.fleet.overload import Overload, Pair
 from engine.fleet.routing import Member

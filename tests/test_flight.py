@@ -12,7 +12,8 @@ import pytest
 from driver import submit_one
 
 from engine import flight
-from engine.api import EngineInfo, EngineRequest, SamplingParams
+from engine.api import EngineRequest, SamplingParams
+from engine.client import EngineInfo
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.flight import Completed, Facts, FailedStep, Flights, Idle, Launched

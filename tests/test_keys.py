@@ -9,7 +9,7 @@ import pytest
 from batch_tools import batch_server, digest, key_file
 from support.tables import for_each
 
-from engine.api import ColocationStats, EngineStats
+from engine.client import ColocationStats, EngineStats
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.config import ServerConfig

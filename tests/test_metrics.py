@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.http import get
 from support.lazy import openai
 
-from engine.api import EngineStats, RequestClass
+from engine.api import RequestClass
+from engine.client import EngineStats
 from engine.text.tokenizer import Tokenizer
 from gateway.telemetry.metrics import _FOLDED, _GAP_SECONDS, GapHistogram
 

@@ -16,16 +16,8 @@ from typing import Any
 import pytest
 from driver import is_error, submit_one
 
-from engine.api import (
-    EngineRequest,
-    EngineState,
-    FinishReason,
-    Lane,
-    OutputStream,
-    RequestClass,
-    RequestOutput,
-    SamplingParams,
-)
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, SamplingParams
+from engine.client import EngineState, OutputStream
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, InvalidRequestError
 from engine.forms import Grammar

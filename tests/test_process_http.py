@@ -19,7 +19,7 @@ from fixtures import refuse_blocking
 from support.lazy import openai
 from test_process import until_idle
 
-from engine.api import EngineState
+from engine.client import EngineState
 from engine.config import EngineConfig
 from engine.process.client import EngineProcess
 from engine.process.launcher import ProcessOptions

@@ -19,7 +19,6 @@ from support.lazy import openai
 
 from engine.api import (
     EngineRequest,
-    EngineStats,
     FinishReason,
     RequestClass,
     RequestOutput,
@@ -27,6 +26,7 @@ from engine.api import (
     SamplingParams,
     TokenCosts,
 )
+from engine.client import EngineStats
 from engine.errors import ConfigError
 from gateway.batch.line import LineOrigin, LineRunner
 from gateway.telemetry import request_log

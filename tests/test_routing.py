@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api import LoadReport
+from engine.client import LoadReport
 from engine.fleet.routing import Loads, RoutedPrompt, prefix, sal, sal_load
 
 

@@ -12,7 +12,7 @@ from faulty_runner import FaultyRunner
 from fixtures import StartServer
 from support.lazy import openai
 
-from engine.api import EngineInfo
+from engine.client import EngineInfo
 from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError

@@ -15,7 +15,7 @@ import pytest
 from support.tables import for_each
 from test_process import collect, engine_process, request, summed, undisturbed, until, until_idle
 
-from engine.api import EngineState
+from engine.client import EngineState
 from engine.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from engine.machine import child as machine
 from engine.process import child, frames

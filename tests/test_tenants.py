@@ -16,7 +16,8 @@ from batch_tools import batch_server, client_of, jsonl, keys_of, line, results_o
 from fake_engine import MODEL, Script, Served
 from support.lazy import openai
 
-from engine.api import EngineRequest, EngineStats, EngineView, TokenCosts
+from engine.api import EngineRequest, TokenCosts
+from engine.client import EngineStats, EngineView
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.routes import Bill
 from gateway.store.objects import Usage

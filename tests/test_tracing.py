@@ -16,7 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from support.lazy import openai
 
-from engine.api import EngineRequest, EngineStats, FinishReason, SamplingParams
+from engine.api import EngineRequest, FinishReason, SamplingParams
+from engine.client import EngineStats
 from engine.errors import ConfigError
 from engine.forms import Pooling
 from gateway.batch.line import LineOrigin, LineRunner

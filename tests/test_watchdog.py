@@ -12,8 +12,9 @@ from fake_engine import serve
 from fakes.runner import FakeRunner, solo
 from integrity import check_core
 
-from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, RequestClass
+from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.build import plan_launch
+from engine.client import EngineInfo, EngineState
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine import Engine

@@ -16,7 +16,7 @@ from fixtures import StartServer
 from support.http import get
 from support.lazy import openai
 
-from engine.api import EngineState, EngineStats, EngineView
+from engine.client import EngineState, EngineStats, EngineView
 from gateway.web.routes import FILES
 
 NODE_TESTS = Path(__file__).parent / "web"

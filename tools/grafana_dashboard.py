@@ -18,15 +18,8 @@ from typing import Any, cast
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from engine.api import (  # noqa: E402
-    ColocationStats,
-    EngineClient,
-    EngineState,
-    EngineStats,
-    EngineView,
-    PipelineStats,
-    RequestClass,
-)
+from engine.api import RequestClass  # noqa: E402
+from engine.client import ColocationStats, EngineClient, EngineState, EngineStats, EngineView, PipelineStats  # noqa: E402
 from gateway.batch.forecast import Forecast  # noqa: E402
 from gateway.batch.metrics import BatchCollector  # noqa: E402
 from gateway.batch.notices import Notifier  # noqa: E402

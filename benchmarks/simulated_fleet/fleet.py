@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol
 
 from benchmarks.simulated_fleet.queued import queued_work
 from benchmarks.simulated_fleet.routers import Chance, Router
-from engine.api import EngineRequest, LoadReport, RequestOutput
+from engine.api import EngineRequest, RequestOutput
+from engine.client import LoadReport
 from engine.core import EngineCore
 from engine.errors import RetryableError
 from engine.fleet.routing import RoutedPrompt

@@ -21,8 +21,9 @@ from benchmarks.simulated_fleet.overload import LayerTransfer, exchanges
 from benchmarks.simulated_fleet.pipeline import CHUNK_SECONDS, Link
 from benchmarks.simulated_fleet.plans import DropPlan, pipeline_units, plan_drop, split_layers
 from benchmarks.simulated_fleet.routers import ROUTERS, Chance
-from engine.api import EngineRequest, LoadReport, SamplingParams
+from engine.api import EngineRequest, SamplingParams
 from engine.cache.placement import HostSplit, OffloadCosts, ideal_act, next_is_act, split_host
+from engine.client import LoadReport
 from engine.fleet.overload import Group
 from engine.fleet.routing import RoutedPrompt
 from engine.scheduling.output import Chunk, SchedulerOutput

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from engine import __version__
-from engine.api import DroppableLayers, EngineInfo, SamplingDefaults, SamplingParams
+from engine.api import SamplingDefaults, SamplingParams
 from engine.build.plan import gib, plan_launch, profile_folder, scheduler_config
 from engine.build.runner import build_runner
+from engine.client import DroppableLayers, EngineInfo
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, normal_noise

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.api import ClassStanding, ColocationStats, EngineRequest, FinishReason, RequestClass, RequestOutput
+from engine.api import EngineRequest, FinishReason, RequestClass, RequestOutput
+from engine.client import ClassStanding, ColocationStats
 from engine.colocation.replay import ReplayedServer, ReplayWindow, offline_lengths, run_workload
 from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore

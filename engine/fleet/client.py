@@ -14,16 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 
-from engine.api import (
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    EngineStats,
-    FinishReason,
-    Lane,
-    OutputStream,
-    RequestClass,
-)
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass
+from engine.client import EngineInfo, EngineState, EngineStats, OutputStream, info_of_all, total
 from engine.errors import EngineUnavailableError, InvalidRequestError, QueueFullError, TidemillError
 from engine.fleet.overload import Overload
 from engine.fleet.routing import (
@@ -41,7 +33,6 @@ from engine.fleet.routing import (
 )
 from engine.process import frames
 from engine.process.client import PATIENCE, EngineProcess, longest_wait
-from engine.process.totals import info_of_all, total
 
 log = logging.getLogger("tidemill.fleet")
 
@@ -53,7 +44,7 @@ MakeEngine = Callable[[int, Callable[[], None]], EngineProcess]
 
 
 class FleetClient:
-    """Several engines as one. Implements `engine.api.EngineClient`.
+    """Several engines as one. Implements `engine.client.EngineClient`.
 
     Args:
         make: Makes the engine with a number.

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.api import DroppableLayers, LoadReport, PipelineStats
+from engine.client import DroppableLayers, LoadReport, PipelineStats
 from engine.errors import EngineUnavailableError, TidemillError
 from engine.fleet.routing import Member
 from engine.process import frames

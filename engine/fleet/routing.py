@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from engine.api import EngineRequest, EngineState, EngineStats, EngineView, LoadReport, RequestClass
+from engine.api import EngineRequest, RequestClass
+from engine.client import EngineState, EngineStats, EngineView, LoadReport
 from engine.process.client import EngineProcess
 
 BALANCE = 0.25

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from traceback import walk_tb
 from typing import NamedTuple
 
-from engine.api import EngineStats, RequestClass
+from engine.api import RequestClass
+from engine.client import EngineStats
 from engine.core import EngineCore
 from engine.errors import EngineStepError
 from engine.machine.activity import Activity, ThreadActivity

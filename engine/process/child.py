@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from engine import flight, openmp
-from engine.api import EngineRequest, FinishReason, LoadReport, RequestOutput, RequestTimes
+from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes
+from engine.client import LoadReport
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError

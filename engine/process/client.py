@@ -13,17 +13,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from engine.api import (
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    EngineStats,
-    FinishReason,
-    Lane,
-    LoadReport,
-    RequestClass,
-    RequestOutput,
-)
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput
+from engine.client import EngineInfo, EngineState, EngineStats, Figures, LoadReport
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError, InvalidRequestError
 from engine.flight import FAILED_STEP
@@ -32,7 +23,6 @@ from engine.process import frames
 from engine.process.launcher import Launcher, ProcessOptions
 from engine.process.life import RETRY_AFTER, GoneError, ProcessLife, ProcessLink, Regrouping
 from engine.process.requests import DeathJudge, OpenRequest, Requests, RestartPolicy, hand_over, take_over
-from engine.process.totals import Figures
 from engine.stream import RequestStream
 from predictor.slo import SLO
 
@@ -45,7 +35,7 @@ ANSWER_SECONDS = 1.0
 
 
 class EngineProcess:
-    """An engine in its own process. Implements `engine.api.EngineClient`."""
+    """An engine in its own process. Implements `engine.client.EngineClient`."""
 
     def __init__(self, config: EngineConfig, options: ProcessOptions) -> None:
         clock = self._clock = options.clock

@@ -12,16 +12,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from engine.api import (
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    EngineStats,
-    FinishReason,
-    Lane,
-    LoadReport,
-    RequestOutput,
-)
+from engine.api import EngineRequest, FinishReason, Lane, RequestOutput
+from engine.client import EngineInfo, EngineState, EngineStats, LoadReport
 from engine.config import EngineConfig
 from engine.errors import ErrorInfo
 from engine.machine.child import HEADER, framed

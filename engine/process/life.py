@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from engine.api import EngineInfo, EngineRequest, EngineState, FinishReason, LoadReport
+from engine.api import EngineRequest, FinishReason
+from engine.client import EngineInfo, EngineState, Figures, LoadReport
 from engine.errors import EngineUnavailableError
 from engine.loop.watchdog import StepWatch
 from engine.machine.activity import Activity
@@ -25,7 +26,6 @@ from engine.process.frames import FrameError, FrameReader, Message, Order, Past,
 from engine.process.launcher import Launcher, ProcessEndpoint, ProcessOptions, end_now, reaped
 from engine.process.requests import DeathJudge, OpenRequest, OpenRequests, Requests, take_over
 from engine.process.suspects import RENEWED, START, SYSTEM, Origin, Suspects, is_of_system, origin_of, start_error
-from engine.process.totals import Figures
 
 MessageT = TypeVar("MessageT")
 

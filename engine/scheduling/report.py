@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
 
-from engine.api import EngineStats, LoadReport, RequestClass
+from engine.api import RequestClass
+from engine.client import EngineStats, LoadReport
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
 from engine.scheduling.objective import token_costs, usual_costs

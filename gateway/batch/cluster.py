@@ -8,7 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from engine.api import EngineStats, RequestClass
+from engine.api import RequestClass
+from engine.client import EngineStats
 from engine.panics import as_error
 from gateway.batch.run import BatchRun, Leases, Runs
 from gateway.http.errors import log_unexpected

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from engine.api import EngineStats, Lane, TokenCosts
+from engine.api import Lane, TokenCosts
+from engine.client import EngineStats
 from engine.panics import as_error
 from gateway.batch.run import BatchRun, LineSizes, by_deadline
 from gateway.http.errors import log_unexpected

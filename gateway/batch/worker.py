@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
-from engine.api import EngineStats, Lane
+from engine.api import Lane
+from engine.client import EngineStats
 from engine.panics import as_error
 from gateway.batch.cluster import Membership
 from gateway.batch.failures import Cause, cause_of

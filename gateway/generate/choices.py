@@ -7,7 +7,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, NamedTuple
 
-from engine.api import EngineClient, FinishReason, OutputStream, RequestOutput, TokenLogprobs
+from engine.api import FinishReason, RequestOutput, TokenLogprobs
+from engine.client import EngineClient, OutputStream
 from engine.errors import EngineStepError, EngineUnavailableError, TidemillError
 from engine.panics import as_error
 from engine.text.detokenizer import OutputTextStream

@@ -8,7 +8,8 @@ import numpy as np
 import orjson
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from engine.api import EngineInfo, SamplingParams
+from engine.api import SamplingParams
+from engine.client import EngineInfo
 from engine.errors import InvalidRequestError
 from engine.forms import EmbeddingSpec
 from gateway.context import GatewayContext

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from engine.api import EngineInfo, EngineRequest, Lane, RequestClass, SamplingParams
+from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
+from engine.client import EngineInfo
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.forms import Grammar, Pooling, ThinkingBudget
 from engine.text.tokenizer import Tokenizer

@@ -12,7 +12,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.api import EngineRequest, EngineStats, FinishReason, RequestOutput, RequestTimes
+from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes
+from engine.client import EngineStats
 
 CLIENT_LEFT = 499
 """Status of a response whose client disconnected."""

@@ -11,7 +11,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.api import ColocationStats, EngineState, EngineStats, EngineView, Lane, PipelineStats, RequestClass
+from engine.api import Lane, RequestClass
+from engine.client import ColocationStats, EngineState, EngineStats, EngineView, PipelineStats
 from engine.process.suspects import CAUSES
 from predictor.slo import SLO
 

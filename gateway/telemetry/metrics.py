@@ -21,7 +21,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from engine.api import EngineClient, EngineStats, FinishReason, RequestClass
+from engine.api import FinishReason, RequestClass
+from engine.client import EngineClient, EngineStats
 from gateway.telemetry.account import Account, EngineTime
 from gateway.telemetry.engine_metrics import EngineCollector
 from predictor.slo import nearest_rank

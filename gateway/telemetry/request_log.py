@@ -17,7 +17,8 @@ from typing import Any
 
 import orjson
 
-from engine.api import EngineStats, FinishReason, RequestClass, TokenCosts
+from engine.api import FinishReason, RequestClass, TokenCosts
+from engine.client import EngineStats
 from engine.errors import ConfigError
 from engine.panics import as_error
 from gateway.telemetry.account import Account

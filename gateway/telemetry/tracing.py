@@ -24,7 +24,7 @@ from gateway.telemetry.request_log import line_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from engine.api import EngineStats
+    from engine.client import EngineStats
 
 STOP_SECONDS = 5.0
 """Maximum wait for the collector at shutdown."""

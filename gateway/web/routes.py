@@ -22,7 +22,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.api import ColocationStats, EngineState, EngineStats, RequestClass
+from engine.api import RequestClass
+from engine.client import ColocationStats, EngineState, EngineStats
 from engine.panics import as_error
 from gateway.context import Lifecycle, is_still_accepted
 from gateway.health import check_sees_all
