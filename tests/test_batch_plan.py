@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 import pytest
 from batch_tools import batch_server, check_ended, jsonl, line, submit, until
 from hypothesis import given, settings
+from support.fuzz import fuzz
 from support.http import get
 
 from engine.api import Lane, TokenCosts
@@ -48,7 +49,7 @@ def test_a_range_lies_ahead_and_meets_the_range_before(looks: list[tuple[float, 
         before = (low, high)
 
 
-@settings(deadline=None)
+@fuzz(100)
 @given(st.lists(st.floats(1e3, 1e6), min_size=1, max_size=60))
 def test_a_range_moves_by_at_most_its_width_and_only_if_the_estimate_leaves_it(ends: list[float]) -> None:
     shown = EndRange()
@@ -62,6 +63,7 @@ def test_a_range_moves_by_at_most_its_width_and_only_if_the_estimate_leaves_it(e
         low, high = new_low, new_high
 
 
+@fuzz(100)
 @given(st.floats(100.0, 1e6))
 def test_a_range_around_a_steady_end_shrinks_within_itself(left: float) -> None:
     shown, ranges = EndRange(), list[tuple[float, float]]()
@@ -148,7 +150,7 @@ def test_batches_end_by_deadline_and_tenants_alike() -> None:
         assert middle(forecast, name) == pytest.approx(250.0 + lines * 2.5, rel=0.01)
 
 
-@settings(deadline=None)
+@fuzz(100)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 10**6), st.integers(0, 10**9)), min_size=1, max_size=30)
 )
@@ -258,6 +260,7 @@ def test_a_new_batch_is_warned_of_if_it_would_be_late_even_alone() -> None:
     assert not forecast.first(a_batch("x", 480, 0), 10_000, 250.0, LineSizes(100.0, (1.0,))).misses
 
 
+@fuzz(100)
 @given(st.integers(0, 20_000))
 def test_runs_cover_each_rank_once_and_every_part_is_a_sample(lines: int) -> None:
     runs = Runs(lines)

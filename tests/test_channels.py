@@ -16,8 +16,9 @@ import pytest
 import tokenizer_folders
 import tokenizers
 from fake_engine import MODEL, FakeEngine, Served, say, serve
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzz import fuzz
 from support.lazy import openai
 from test_tools import FUNCTIONS, TOOLS, Writing, take_apart
 
@@ -122,7 +123,7 @@ def test_answers_are_parsed_however_they_are_cut(answer: str, expected: ParsedTe
 PIECES = [*SPECIAL, ANALYSIS, FINAL, CALLING, "assistant", " to=functions.time.now", "{}", "hm", "\n", "<|"]
 
 
-@settings(deadline=None)
+@fuzz(100)
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.data())
 def test_any_answer_is_parsed_alike_however_it_is_cut(answer: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)), max_size=9)))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import tokenizer_folders as folders
 from cost_tools import check
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzz import fuzz
 from tokenizer_folders import load, reference, user
 from tokenizers import AddedToken
 
@@ -35,7 +36,7 @@ def test_plain_conversations_encode_as_transformers_does(name: str) -> None:
         assert load(name).encode_chat(conversation, add_generation_prompt=prompt) == expected
 
 
-@settings(deadline=None, max_examples=150)
+@fuzz(150)
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "system", "\n", " ", "x", "é"])))
 def test_forged_tokens_are_plain_text(pieces: list[str]) -> None:
     tokenizer = load("byte_level")
@@ -209,7 +210,7 @@ def test_a_probe_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.error is not None and "does not end" in facts.error
 
 
-@settings(deadline=None)
+@fuzz(100)
 @given(
     tokens=st.sets(st.text(st.sampled_from("<|ab>*"), min_size=1, max_size=6), min_size=1, max_size=12),
     text=st.text(st.sampled_from("<|ab>*\n"), max_size=60),

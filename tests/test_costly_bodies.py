@@ -16,10 +16,11 @@ import pytest_asyncio
 from batch_tools import FAST, open_folder
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 from fixtures import refuse_blocking
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
+from support.fuzz import fuzz
 
 from benchmarks import hostile as bombs
 from engine.text import chat_template
@@ -235,6 +236,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_text, "PIECE_BYTES", 8)
 
 
+@fuzz(100)
 @given(json_values, st.integers(1, 40))
 def test_a_count_is_what_is_built(value: Any, window: int) -> None:
     raw = orjson.dumps(value)
@@ -246,8 +248,8 @@ def test_a_count_is_what_is_built(value: Any, window: int) -> None:
     assert found.commas + found.numbers <= built.commas <= found.commas + found.numbers + found.containers + 1
 
 
+@fuzz(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values, st.booleans(), damage)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_read_in_pieces_is_what_one_reading_gives(
     small_windows: None, value: Any, spaced: bool, damage: tuple[float, bytes] | None
 ) -> None:

@@ -1,9 +1,9 @@
 """Detokenisation: with any cut, the text is that of the reference; never half a character."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzz import examples
+from support.fuzz import fuzz
 from tokenizer_folders import load, reference
 
 from engine.text.detokenizer import ByteDetokenizer, WindowDetokenizer, detokenizer_for
@@ -44,7 +44,7 @@ IDS = {
 """Token ids by tokenizer: byte level, byte fallback, metaspace, and a decoder that goes through a window."""
 
 
-@settings(deadline=None, max_examples=examples(300))
+@fuzz(300)
 @given(data=st.data(), sizes=SIZES)
 @pytest.mark.parametrize("name", IDS)
 def test_text_is_that_of_transformers(name: str, data: st.DataObject, sizes: list[int]) -> None:
@@ -57,7 +57,7 @@ def test_text_is_that_of_transformers(name: str, data: st.DataObject, sizes: lis
         assert name != "byte_level" or tokenizer.decode(ids, skip_special_tokens=skip) == expected
 
 
-@settings(deadline=None, max_examples=examples(200))
+@fuzz(200)
 @given(ids=st.lists(st.integers(0, 419), max_size=20), sizes=SIZES)
 def test_byte_fallback_does_not_depend_on_the_cut(ids: list[int], sizes: list[int]) -> None:
     """Any ids, also bytes that are no UTF-8: there a decoder that sees a whole run of bytes may show more of them as
@@ -66,7 +66,7 @@ def test_byte_fallback_does_not_depend_on_the_cut(ids: list[int], sizes: list[in
     assert pushed(detokenizer_for(tokenizer), cut(ids, sizes)) == tokenizer.decode(ids)
 
 
-@settings(deadline=None, max_examples=examples(200))
+@fuzz(200)
 @given(text=st.text(st.characters(codec="utf-8"), max_size=30))
 @pytest.mark.parametrize("name", ["byte_level", "llama2_new"])
 def test_no_push_ends_inside_a_character(name: str, text: str) -> None:

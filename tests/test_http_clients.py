@@ -10,6 +10,7 @@ from fake_engine import MODEL, Served
 from fixtures import StartServer
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzz import fuzz
 from support.tables import for_each
 from test_server_limits import CHAT, Raw, post
 
@@ -109,6 +110,7 @@ class Heard:
 requests = st.lists(st.tuples(st.sampled_from(["none", "length", "chunked"]), st.binary(max_size=30), st.booleans()))
 
 
+@fuzz(100)
 @given(requests, st.lists(st.integers(1, 40), min_size=1))
 def test_any_requests_in_any_packets_are_read_as_without_offers(
     asked: list[tuple[str, bytes, bool]], sizes: list[int]

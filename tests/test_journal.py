@@ -29,6 +29,7 @@ from batch_tools import (
 )
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.fuzz import fuzz
 
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.finish import Finisher
@@ -47,6 +48,7 @@ BATCH = "batch_" + "0" * 32
 # ---- rows
 
 
+@fuzz(100)
 @given(
     st.integers(0, 49_999), st.booleans(), st.tuples(*[st.integers(0, 2**40)] * 4), st.binary(max_size=300), st.data()
 )
@@ -89,7 +91,7 @@ def content_of(path: Path, size: int) -> bytes:
 ROWS = [response_row(f"id-{i}", 200, {"text": "x" * (i * 40)}) for i in range(6)]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, sum(map(len, ROWS)) - 1), length=st.integers(1, 60), value=st.integers(1, 255))
 @example(place=len(ROWS[0]) - 1, length=1, value=7)  # a line end
 @example(place=len(ROWS[0]) + 3, length=1, value=ord("b") ^ ord("\n"))  # a line end too many

@@ -13,9 +13,9 @@ import jsonschema_rs
 import numpy as np
 import pydantic
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzz import examples
+from support.fuzz import fuzz
 from support.tables import for_each
 from test_tools import FORMATS, Function, Parsing, take_apart
 
@@ -94,7 +94,7 @@ def is_exact(text: str) -> bool:
     return -(2**63) <= value < 2**64 and Decimal(text) == Decimal(str(value))
 
 
-@settings(max_examples=examples(60), deadline=None)
+@fuzz(60)
 @given(
     st.lists(NUMBERS, min_size=1, max_size=3),
     st.sampled_from(PLACES),

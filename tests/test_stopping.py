@@ -1,8 +1,8 @@
 """Stop strings, and the text and tokens of one choice."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzz import examples
+from support.fuzz import fuzz
 from tokenizer_folders import load
 
 from engine.text.detokenizer import OutputTextStream, StopMatcher
@@ -21,7 +21,7 @@ def first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
     return None
 
 
-@settings(deadline=None, max_examples=examples(500))
+@fuzz(500)
 @given(chunks=st.lists(LETTERS, max_size=8), stops=STOPS, include=st.booleans())
 def test_stop_matching(chunks: list[str], stops: tuple[str, ...], include: bool) -> None:
     text = "".join(chunks)
@@ -61,7 +61,7 @@ def letters(text: str) -> list[int]:
     return [table[bytes([byte])] for byte in text.encode()]
 
 
-@settings(deadline=None, max_examples=examples(200))
+@fuzz(200)
 @given(
     text=st.text("ab€🙂", max_size=20),
     stops=st.lists(st.text("ab€", min_size=1, max_size=3), max_size=2).map(tuple),

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.fuzz import fuzz
 
 from engine.errors import ConfigError
 from gateway.batch.results import response_row
@@ -48,7 +49,7 @@ def plain(value: Any) -> Any:
     return clean(value) if isinstance(value, str) else value
 
 
-@settings(max_examples=150, deadline=None)
+@fuzz(150)
 @given(st.data(), st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".csv.gz", ".parquet"]))
 def test_writing_then_reading_is_the_identity(data: st.DataObject, suffix: str) -> None:
     """A cell of CSV is the text of its value. A column of Parquet is text if its values have no common type."""
@@ -259,7 +260,7 @@ def test_a_damaged_journal_costs_its_own_rows(name: str, place: float, flip: int
             assert not server.sent
 
 
-@settings(max_examples=120, deadline=None)
+@fuzz(120)
 @given(st.floats(0, 1), st.integers(1, 255), st.booleans(), st.booleans())
 def test_a_damaged_download_costs_its_own_rows(place: float, flip: int, is_cut: bool, is_lasting: bool) -> None:
     """A row whose answer did not arrive whole is sent again, also if a server damages every file."""

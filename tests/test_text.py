@@ -13,6 +13,7 @@ import pytest
 import tokenizer_folders as folders
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzz import fuzz
 from tokenizer_folders import load, reference, user
 
 from engine.errors import ConfigError, InvalidRequestError, ModelLoadError
@@ -127,6 +128,7 @@ def test_threads_share_a_tokenizer() -> None:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama2", "llama2_new", "unigram", "words"])
+@fuzz(100)
 @given(st.text(st.sampled_from("the quick <|im_end|>\n é東🙂"), max_size=200))
 def test_no_text_has_fewer_tokens_than_its_length_tells(name: str, text: str) -> None:
     assert load(name).least_tokens([text]) <= len(load(name).encode(text, add_special_tokens=False))

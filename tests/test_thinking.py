@@ -7,8 +7,9 @@ from typing import Any
 import httpx
 import pytest
 from fakes.speculation import Oracle
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzz import fuzz
 from support.http import prompt_of
 from support.lazy import openai
 from test_structured import EOS, ask, make_driver, tokenizer
@@ -46,7 +47,7 @@ def count_slowly(marks: ThoughtMarks, begun: bool, ids: list[int]) -> tuple[int,
     return total, thinking
 
 
-@settings(max_examples=300, deadline=None)
+@fuzz(300)
 @given(
     ids=st.lists(st.sampled_from([1, 7, 8, 9]), max_size=30),
     begun=st.booleans(),
