@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from driver import is_error, submit_one
+from support.tables import mostly_slow
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, SamplingParams
 from engine.client import EngineState, OutputStream
@@ -124,7 +125,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any
 
 @pytest.mark.parametrize(
     "points",
-    [pytest.param(POINTS[at : at + 3], marks=pytest.mark.slow if at % 3 else ()) for at in range(6)],
+    [pytest.param(POINTS[at : at + 3], marks=pytest.mark.slow if at else ()) for at in range(6)],
     ids=",".join,
 )
 async def test_every_request_ends_as_if_the_process_had_not_died(
@@ -208,7 +209,7 @@ async def test_usage_goes_on_although_the_next_process_has_an_empty_cache(tmp_pa
         assert {output.num_cached_tokens for output in outputs} == {20}
 
 
-@pytest.mark.parametrize("how", ["block", "stop"])
+@pytest.mark.parametrize("how", mostly_slow(["block", "stop"], ["stop"]))
 async def test_a_process_that_says_nothing_is_killed(
     how: str, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
@@ -264,7 +265,7 @@ async def test_a_process_that_dies_again_and_again_is_given_up(tmp_path: Path) -
         assert sum((await engine.stats()).restarts.values()) == 6
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["beside-others", "alone"])
+@pytest.mark.parametrize("beside", mostly_slow([True, False], [True]), ids=["beside-others", "alone"])
 async def test_requests_that_kill_every_process_end_and_nobody_else_does(
     beside: bool, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
@@ -430,7 +431,7 @@ async def test_a_spare_process_is_of_what_runs(tmp_path: Path, monkeypatch: pyte
         assert engine._life.launcher._held is None, "there is no room for it"
 
 
-@pytest.mark.parametrize("times", [1, 2, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", mostly_slow([1, 2, 7], [1]))
 async def test_processes_that_die_before_they_are_ready_are_followed_by_others(
     times: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
@@ -500,7 +501,7 @@ def test_when_a_process_is_started_again() -> None:
         assert well.died(100.0 * minute + 70.0) == 0.0, "a minute in health makes up for the deaths before"
 
 
-@pytest.mark.parametrize("stuck", [False, True])
+@pytest.mark.parametrize("stuck", mostly_slow([False, True], [True]))
 async def test_requests_go_on_behind_a_planned_restart(
     tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]], stuck: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
