@@ -14,6 +14,7 @@ from dense_model import attend_with, dense_attend
 from devices import BACKENDS, device_of
 from driver import Driver, make_request
 from fakes.speculation import Oracle
+from support.tables import mostly_slow
 from tiny_models import llama_config
 
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, Resumption, SamplingParams
@@ -68,6 +69,8 @@ def poisoned_decoder() -> Decoder:
 
 KINDS = [("torch", 0), ("torch", 1), ("native", 0), ("cuda", 0), ("cuda", 1)]
 """Backend and pipeline depth."""
+USUAL = KINDS[1:3] + KINDS[4:]
+"""The kinds of the default tests: what goes wrong at depth 0 alone, the slow tests find."""
 
 
 def make_driver(
@@ -140,7 +143,7 @@ def run_in_waves(driver: Driver, requests: Iterable[EngineRequest]) -> None:
     driver.run()
 
 
-@pytest.mark.parametrize(("backend", "depth"), KINDS)
+@pytest.mark.parametrize(("backend", "depth"), mostly_slow(KINDS, USUAL))
 def test_greedy_outputs_equal_the_model_without_a_cache(backend: str, depth: int) -> None:
     """A pool that is always full: preemptions, prefix hits, mixed steps, reused units and rows."""
     decoder = make_decoder()
@@ -169,13 +172,16 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize(("backend", "depth"), [kind for kind in KINDS if kind != ("cuda", 0)])
-@pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED.keys())
-def test_streams_do_not_depend_on_neighbours_or_preemption(
-    sampling: dict[str, object], backend: str, depth: int
-) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "backend", "depth"),
+    mostly_slow(
+        [(sampling, *kind) for sampling in SAMPLED for kind in KINDS if kind != ("cuda", 0)],
+        [("penalised", *kind) for kind in USUAL] + [("filtered", *kind) for kind in USUAL],
+    ),
+)
+def test_streams_do_not_depend_on_neighbours_or_preemption(sampling: str, backend: str, depth: int) -> None:
     """Every backend gives torch's tokens; by native kernels one request may part where a draw falls on a border."""
-    requests = crowd(np.random.default_rng(14), 14, **sampling)
+    requests = crowd(np.random.default_rng(14), 14, **SAMPLED[sampling])
     driver = make_driver(make_decoder(), depth, backend, num_blocks=20, tokens=24)
     run_in_waves(driver, requests)
     assert sum(driver.stats().preemptions.values()) > 0
@@ -185,12 +191,20 @@ def test_streams_do_not_depend_on_neighbours_or_preemption(
 
 @pytest.mark.parametrize(
     ("sampling", "backend", "depth"),
-    [
-        (sampling, *kind)
-        for sampling in ({}, {"temperature": 1.0, "logprobs": 2}, SAMPLED["filtered"], SAMPLED["penalised"])
-        for kind in KINDS
-        if kind[0] != "cuda" or "repetition_penalty" not in sampling
-    ],
+    mostly_slow(
+        [
+            (sampling, *kind)
+            for sampling in ({}, {"temperature": 1.0, "logprobs": 2}, SAMPLED["filtered"], SAMPLED["penalised"])
+            for kind in KINDS
+            if kind[0] != "cuda" or "repetition_penalty" not in sampling
+        ],
+        [
+            ({}, "cuda", 1),
+            (SAMPLED["filtered"], "cuda", 1),
+            (SAMPLED["penalised"], "torch", 1),
+            (SAMPLED["penalised"], "native", 0),
+        ],
+    ),
 )
 def test_drafts_do_not_change_answers(sampling: dict[str, object], backend: str, depth: int) -> None:
     """By native kernels one request may part where a draw falls on a border."""
@@ -252,7 +266,7 @@ def test_logprobs_come_for_those_who_asked(backend: str) -> None:
         known.append(token)
 
 
-@pytest.mark.parametrize(("backend", "depth"), KINDS)
+@pytest.mark.parametrize(("backend", "depth"), mostly_slow(KINDS, USUAL))
 def test_nan_ends_that_request_only(backend: str, depth: int) -> None:
     requests = crowd(np.random.default_rng(15), 8, logit_bias=((POISON, -100.0),))
     driver = make_driver(poisoned_decoder(), depth, backend, num_blocks=20, tokens=24)
