@@ -165,6 +165,15 @@ FEATURES: dict[str, Feature] = {
         ("--slo=ttft_p99=1s,tbt_p99=150ms", "--max-queue-time=none"),
         CONFIG,
     ),
+    "larry": Feature(
+        "an overload that waits for memory, with chats by arrival and by LARRY's score",
+        partial(loads.mixed_chats, rate=4.0, seconds=40.0),
+        {"fcfs": Arm(("--online-policy=fcfs",)), "larry": Arm(("--online-policy=larry",))},
+        CHATS | {"TTFT P95 ms": times(95, "ttft")},
+        "TTFT P50 ms",
+        ("--max-queue-time=none", "--num-gpu-blocks-override=96", "--max-model-len=1024", "--swap-space=0"),
+        CONFIG,
+    ),
     "hidden": Feature(
         "a short cache beside streamed weights: recompute, or run from hidden state (HybridServe, Apt-Serve)",
         loads.at_once,

@@ -37,6 +37,7 @@ SIZES = {
     "recurrent": ["chats=1", "history=100"],
     "overload": ["seconds=3", "burst=3", "prompt=16", "output=8"],
     "routing": ["seconds=4"],
+    "larry": ["rate=2", "seconds=4"],
     "hidden": ["requests=4", "prompt=32", "output=8"],
     "offload": ["requests=4", "output=4"],
     "modules": [],

@@ -64,6 +64,12 @@ def test_chunks_end_at_blocks() -> None:
     assert found.prompt_tokens == 128, "no chunk of a block's part"
 
 
+def test_a_prompt_longer_than_the_step_gets_the_whole_step() -> None:
+    limits = Limits(4096, 1.0, 0.1, block=16)
+    found = Planner(MODEL, limits).plan(Load(0.0, [], [Prompt(0, 2, due=0.0)]), share=0.0, most=1)
+    assert (found.tokens, found.prompt_tokens) == (1, 1)
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 3000), st.floats(-0.1, 1)), max_size=40),
     st.lists(st.tuples(st.integers(0, 3000), st.integers(2, 3000), st.floats(-1, 2)), max_size=8),

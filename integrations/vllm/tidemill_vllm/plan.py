@@ -189,8 +189,10 @@ class _Step:
 
     def _chunk(self, prompt: Prompt, limit: float, *, is_first: bool) -> int:
         room = min(prompt.length, self.most - self.tokens)
-        if room < 1 or math.isinf(limit):
-            return self.limits.aligned(prompt.start, room, prompt.length) if room > 0 else 0
+        if room < 1:
+            return 0
+        if math.isinf(limit):
+            return min(room, self.limits.aligned(prompt.start, room, prompt.length))
         left = limit - self.seconds
         fits = self.model.max_prefill(self.features, left, room, prompt.start) if left > 0.0 else 0
         if is_first:
