@@ -16,6 +16,10 @@ from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestO
 from engine.forms import EmbeddingSpec
 from predictor.budget import Standing
 
+COUNTER, GAUGE, MEAN, COMBINED = ({"adds": way} for way in ("always", "engines", "mean", "otherwise"))
+"""How `Figures` and `total` add a field: over processes and engines; over engines only; as the mean of the engines; by
+code of its own. A field of `EngineStats` without such a mark is a counter."""
+
 
 class ClassStanding(NamedTuple):
     """How the promise of one service class was kept."""
@@ -31,34 +35,37 @@ class ColocationStats:
 
     slo: str
     attainment: float  # share of good requests among the last judged ones; NaN: none
-    good_requests: int
-    bad_requests: int
+    good_requests: int = field(metadata=COUNTER)
+    bad_requests: int = field(metadata=COUNTER)
     objectives: tuple[Standing, ...]
-    online_rate: float  # recent online requests/s, including refused ones
+    online_rate: float = field(metadata=GAUGE)  # recent online requests/s, including refused ones
     policy: str
     rule: str
-    latency_budget: float
-    interference_weight: float
-    decode_value: float
+    latency_budget: float = field(metadata=MEAN)
+    interference_weight: float = field(metadata=MEAN)
+    decode_value: float = field(metadata=MEAN)
     breaker: str
     breaker_cause: str | None
-    breaker_openings: int
-    predictor_mape: float  # mean relative error over the last steps
-    offline_tokens: int
+    breaker_openings: int = field(metadata=COUNTER)
+    predictor_mape: float = field(metadata=MEAN)  # mean relative error over the last steps
+    offline_tokens: int = field(metadata=COUNTER)
     budget_origin: str  # source of the budget
-    offline_share: float  # share of the budget that offline work may use beside online work, 0 to 1
+    # share of the budget that offline work may use beside online work, 0 to 1
+    offline_share: float = field(metadata=MEAN)
     held: str  # reason, other than the breaker, why `offline_share` is 0; "" if there is none
     overrun: float = 0.0  # mean time of steps beside the prediction and its margin, as a share of the step limit
-    model_refits: int = 0  # new fits of the latency model that replaced it
-    model_refits_refused: int = 0  # new fits that were not better
+    model_refits: int = field(default=0, metadata=COUNTER)  # new fits of the latency model that replaced it
+    model_refits_refused: int = field(default=0, metadata=COUNTER)  # new fits that were not better
     refit_errors: Mapping[str, float] = field(default_factory=dict)  # mean relative error `before` and `after`
-    learned: Mapping[str, float] = field(default_factory=dict)  # searches and baselines, see `LEARNED` of the keeper
+    # searches and baselines, see `LEARNED` of the keeper
+    learned: Mapping[str, float] = field(default_factory=dict, metadata=COUNTER)
     margins: Mapping[int, float] = field(default_factory=dict)  # safety margin of a step by its tokens
     share_limit: str = "none"  # what bounds `offline_share`: none, evidence, brake or breaker
     classes: tuple[ClassStanding, ...] = ()  # the class `default` first
-    class_good: Mapping[str, int] = field(default_factory=dict)  # requests by class that met their promise
-    class_bad: Mapping[str, int] = field(default_factory=dict)
-    class_refused: Mapping[str, int] = field(default_factory=dict)  # with 429
+    # requests by class that met their promise
+    class_good: Mapping[str, int] = field(default_factory=dict, metadata=COUNTER)
+    class_bad: Mapping[str, int] = field(default_factory=dict, metadata=COUNTER)
+    class_refused: Mapping[str, int] = field(default_factory=dict, metadata=COUNTER)  # with 429
 
 
 class LoadReport(NamedTuple):
@@ -118,20 +125,22 @@ class EngineStats:
     Units are cache units of the pool; a KV block takes two. With several engines, every field but `engines` is a total.
     """
 
-    running: dict[RequestClass, int] = field(default_factory=dict)
-    waiting: dict[RequestClass, int] = field(default_factory=dict)
-    running_adapters: dict[int, int] = field(default_factory=dict)  # online requests by number of the LoRA adapter
-    waiting_adapters: dict[int, int] = field(default_factory=dict)
-    units_total: int = 0
-    units_free: int = 0
-    units_cached: int = 0  # hold prefixes that no request uses now
-    units_owned: int = 0
-    host_units_total: int = 0  # of the host tier
-    host_units_used: int = 0
-    host_units_cached: int = 0  # hold prefixes that no request uses now
-    hidden_blocks: int = 0  # blocks that are run from hidden state
-    state_slots_total: int = 0  # snapshots of recurrent layers, on the device and the host
-    state_slots_used: int = 0
+    running: dict[RequestClass, int] = field(default_factory=dict, metadata=GAUGE)
+    waiting: dict[RequestClass, int] = field(default_factory=dict, metadata=GAUGE)
+    # online requests by number of the LoRA adapter
+    running_adapters: dict[int, int] = field(default_factory=dict, metadata=GAUGE)
+    waiting_adapters: dict[int, int] = field(default_factory=dict, metadata=GAUGE)
+    units_total: int = field(default=0, metadata=GAUGE)
+    units_free: int = field(default=0, metadata=GAUGE)
+    units_cached: int = field(default=0, metadata=GAUGE)  # hold prefixes that no request uses now
+    units_owned: int = field(default=0, metadata=GAUGE)
+    host_units_total: int = field(default=0, metadata=GAUGE)  # of the host tier
+    host_units_used: int = field(default=0, metadata=GAUGE)
+    host_units_cached: int = field(default=0, metadata=GAUGE)  # hold prefixes that no request uses now
+    hidden_blocks: int = field(default=0, metadata=GAUGE)  # blocks that are run from hidden state
+    # snapshots of recurrent layers, on the device and the host
+    state_slots_total: int = field(default=0, metadata=GAUGE)
+    state_slots_used: int = field(default=0, metadata=GAUGE)
     cache_units: dict[str, int] = field(default_factory=dict)  # moved or restored units, by operation
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -139,8 +148,9 @@ class EngineStats:
     preemptions: dict[str, int] = field(default_factory=dict)  # by cause
     plans: dict[str, int] = field(default_factory=dict)  # of offline work: made, continued, late
     knapsack: dict[str, int] = field(default_factory=dict)  # decisions: waiting requests by form, or passed over
-    lanes_waiting: dict[str, int] = field(default_factory=dict)  # offline requests by lane
-    job_tokens: dict[str, int] = field(default_factory=dict)  # output so far of unfinished requests, by job
+    lanes_waiting: dict[str, int] = field(default_factory=dict, metadata=GAUGE)  # offline requests by lane
+    # output so far of unfinished requests, by job
+    job_tokens: dict[str, int] = field(default_factory=dict, metadata=GAUGE)
     lanes_started: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     failed_steps: int = 0
@@ -158,12 +168,12 @@ class EngineStats:
     predicted_seconds: float = 0.0
     leftover_seconds: float = 0.0  # predicted step time left to offline work
     leftover_used_seconds: float = 0.0  # part of it that offline work got
-    colocation: ColocationStats | None = None
-    token_costs: TokenCosts | None = None  # None without a latency model
-    restarts: dict[str, int] = field(default_factory=dict)  # of the engine process, by cause
-    resumed_requests: int = 0  # requests that continued in another engine process
-    engines: tuple[EngineView, ...] = ()  # empty with one engine
-    pipelines: PipelineStats | None = None  # None if engines cannot drop layers
+    colocation: ColocationStats | None = field(default=None, metadata=COMBINED)
+    token_costs: TokenCosts | None = field(default=None, metadata=COMBINED)  # None without a latency model
+    restarts: dict[str, int] = field(default_factory=dict, metadata=GAUGE)  # of the engine process, by cause
+    resumed_requests: int = field(default=0, metadata=GAUGE)  # requests that continued in another engine process
+    engines: tuple[EngineView, ...] = field(default=(), metadata=COMBINED)  # empty with one engine
+    pipelines: PipelineStats | None = field(default=None, metadata=COMBINED)  # None if engines cannot drop layers
 
     @property
     def offline_tokens(self) -> int:
@@ -293,28 +303,13 @@ class EngineClient(Protocol):
         ...
 
 
-_NOT_ADDED = frozenset({"colocation", "token_costs", "engines", "pipelines"})
-GAUGES = _NOT_ADDED | frozenset(
-    {
-        "running",
-        "waiting",
-        "running_adapters",
-        "waiting_adapters",
-        "units_total",
-        "units_free",
-        "units_cached",
-        "units_owned",
-        "host_units_total",
-    }
-    | {"host_units_used", "host_units_cached", "hidden_blocks", "restarts", "resumed_requests"}
-    | {"state_slots_total", "state_slots_used", "lanes_waiting", "job_tokens"}
-)
-COUNTERS = tuple(field.name for field in fields(EngineStats) if field.name not in GAUGES)
-COLOCATION_COUNTERS = (
-    "good_requests", "bad_requests", "breaker_openings", "offline_tokens", "model_refits", "model_refits_refused",
-    "class_good", "class_bad", "class_refused", "learned",
-)  # fmt: skip
-_COLOCATION_MEANS = ("latency_budget", "interference_weight", "decode_value", "predictor_mape", "offline_share")
+def _marked(kind: type[Any], mark: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind) if each.metadata == mark)
+
+
+GAUGES = _marked(EngineStats, GAUGE)
+COUNTERS = tuple(each.name for each in fields(EngineStats) if not each.metadata)
+COLOCATION_COUNTERS = _marked(ColocationStats, COUNTER)
 _BREAKER = ("closed", "half_open", "open")
 
 
@@ -360,11 +355,7 @@ def _continued(before: EngineStats, last: EngineStats) -> EngineStats:
 def total(views: Sequence[EngineView]) -> EngineStats:
     """Return the total of all engines, with each engine in `engines`. Objectives are those of the worst engine."""
     stats = [view.stats for view in views]
-    added = {
-        field.name: _added([getattr(each, field.name) for each in stats])
-        for field in fields(EngineStats)
-        if field.name not in _NOT_ADDED
-    }
+    added = {name: _added([getattr(each, name) for each in stats]) for name in (*COUNTERS, *GAUGES)}
     colocation = [each.colocation for each in stats if each.colocation is not None]
     costs = [each.token_costs for each in stats if each.token_costs is not None]
     return EngineStats(
@@ -406,9 +397,9 @@ def _together(stats: Sequence[ColocationStats]) -> ColocationStats:
     """
     weights = [each.good_requests + each.bad_requests for each in stats]
     worst = max(stats, key=lambda each: _BREAKER.index(each.breaker) if each.breaker in _BREAKER else -1)
-    summed = (*COLOCATION_COUNTERS, "online_rate")
+    summed = (*COLOCATION_COUNTERS, *_marked(ColocationStats, GAUGE))
     figures: dict[str, Any] = {name: _added(list(map(attrgetter(name), stats))) for name in summed}
-    figures |= {name: _mean(map(attrgetter(name), stats)) for name in _COLOCATION_MEANS}
+    figures |= {name: _mean(map(attrgetter(name), stats)) for name in _marked(ColocationStats, MEAN)}
     return replace(
         stats[0],
         **figures,
