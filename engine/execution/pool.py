@@ -1,4 +1,6 @@
-"""Device side of the unified block pool: one flat tensor of slices, and the addresses of units in it.
+"""The memory of caches: the unified block pool, and the states of recurrent layers.
+
+Device side of the unified block pool: one flat tensor of slices, and the addresses of units in it.
 
 A *unit* is one block of K, of V, or of hidden state, for all layers. Layer l of unit u is slice `u * layers + l`. A
 slice is `[block_size, kv_heads, head_dim]`; a *cell* is one token's part of it. For 8 bits see

@@ -4,7 +4,7 @@ A row is the index of a running request in every table: tokens, sampling paramet
 K and V, one unit of both, or one of hidden state, in any mix). All tables are numpy, so that the index arrays of a step
 are vector operations; native kernels read tokens and tables (64 bits) in place. Torch-free.
 
-Order of a step's chunks and tokens for the model. Torch-free, and without the server's libraries.
+`Layout` is the order of a step's chunks and tokens for the model. No library of the server is imported.
 """
 
 from collections.abc import Sequence

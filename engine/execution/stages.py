@@ -12,7 +12,7 @@ Split a batch into micro-batches of a pipeline by predicted cost (KunServe §4.3
 A stage idles if one micro-batch takes longer than the next. The number of tokens does not determine the time: a chunk
 late in a prompt reads all tokens before it, and a decode reads its whole context. A batch is therefore halved so that
 both sides have the same predicted cost, and the halves again, down to a minimum number of tokens. Each micro-batch is
-charged the constant of a step once (Equation 1 in the paper charges it to each chunk). Torch-free.
+charged the constant of a step once (Equation 1 in the paper charges it to each chunk).
 """
 
 import json

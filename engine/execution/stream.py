@@ -1,4 +1,6 @@
-"""A CUDA stream with its events; on the CPU a no-op, so that the same runner works on both.
+"""CUDA streams, and host memory for transfers.
+
+A CUDA stream with its events; on the CPU a no-op, so that the same runner works on both.
 
 All computation of a runner uses one stream, in order. Transfers of the host tier use two others, one for each
 direction, so that no step waits on the host for another.

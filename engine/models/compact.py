@@ -1,4 +1,4 @@
-"""Linear layers of a GPU on the 4 or 8 bits of a checkpoint.
+"""Linear layers on 8-bit floats, and linear layers of a GPU on the 4 or 8 bits of a checkpoint.
 
 Operators of torch multiply them as they are stored: tiles of 4 bits for few rows, blocks of 8-bit floats if the card
 can. Other calls unpack the weight, which costs memory traffic but no memory for a second copy. `check` compares the

@@ -1,4 +1,6 @@
-"""Attention of one new token per request over its cached context: split-KV (flash decoding), merged by the last split.
+"""Attention over the paged cache, of decodes and of prompt chunks.
+
+Attention of one new token per request over its cached context: split-KV (flash decoding), merged by the last split.
 
 The query heads that share a KV head are packed into one tile, so that K and V are read once per group. A program takes
 one split of one context from the work list. The program that finishes last in a group of splits merges the partial

@@ -1,4 +1,4 @@
-"""Addressing of cached tokens: from block table entries to offsets in the pool.
+"""Kernels that read and write the pool: addressing of cached tokens, hidden state, and the write of new K and V.
 
 The pool is `[num_units * layers + scratch_slices, block_size, kv_heads, head_dim]`. An entry t >= 0 is the first slice
 of a unit; layer l is slice t + l. An entry t < 0 is scratch slice -t - 1, counted from `scratch_base` = num_units *
@@ -14,7 +14,7 @@ copies of whole units, in the pool or between the pool and a staging buffer.
 
 The state of a token takes the first `hidden_size` elements of its row in the slice (kv_heads * head_dim elements, never
 fewer where hidden state is offered). cuBLAS projects the gathered state to K and V, and
-engine.triton_kernels.cache stores the result. A unit is contiguous over all layers, so a batch of swaps
+`rope_cache_write` stores the result. A unit is contiguous over all layers, so a batch of swaps
 needs one launch to the staging buffer and one transfer. Twin: engine.triton_kernels.twins.
 
 RMS norm of the heads of Q and K (if the model has it), rotary embedding, and the write of K and V to the pool.

@@ -1,4 +1,6 @@
-"""Draw random tokens from logits: temperature, min-p, top-k, top-p, and the inverse CDF in order of token ids.
+"""Edits of logits, and random draws from them.
+
+Draw random tokens from logits: temperature, min-p, top-k, top-p, and the inverse CDF in order of token ids.
 
 One program draws one row, in integers: the share of a token is its weight relative to the best token, in units of
 2^-40, so that sums of shares are exact in any order. The same seed gives the same token in any batch, and a token with

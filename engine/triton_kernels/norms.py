@@ -1,4 +1,6 @@
-"""RMS norm and layer norm. Fused variants add a residual before the norm, normalise the addend, add a second branch, or
+"""Norms, gates of feed-forward layers, and rounding of rows.
+
+RMS norm and layer norm. Fused variants add a residual before the norm, normalise the addend, add a second branch, or
 round the result to 8-bit floats. Twin: engine.models.torch_ops.
 
 Round input rows of a linear layer to 8-bit floats (e4m3), with one scale per row. Twin: engine.models.compact.

@@ -3,9 +3,7 @@
 Every bucket reads the first part of the same tensors. Their addresses never change, so a captured graph finds the data
 of each step in the same place.
 
-Step shapes: a few sizes to which steps are padded, so that one CUDA graph serves every step of its bucket.
-
-Torch-free.
+Steps are padded to a few sizes, so that one CUDA graph serves every step of its bucket (`PaddedShape`).
 """
 
 from bisect import bisect_left
