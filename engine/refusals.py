@@ -73,7 +73,7 @@ REFUSALS = (
     RefusedCombination(
         HIDDEN_CACHE,
         (QUANTIZATION, CACHE_DTYPE, ADAPTERS),
-        "--overload hidden cannot be combined with {}: restored K and V would differ; remove one of them",
+        "--overload hidden cannot be combined with {}: restored K and V would differ; remove one",
     ),
     RefusedCombination(
         HIDDEN_CACHE,
@@ -83,7 +83,7 @@ REFUSALS = (
     RefusedCombination(
         DROP,
         (ADAPTERS, SWAP_SPACE, STREAMING, TRANSFORMERS, RAY),
-        "--overload drop cannot be combined with {}: engines exchange whole layers and blocks; remove one of them",
+        "--overload drop cannot be combined with {}: engines exchange whole layers and blocks; remove one",
     ),
     RefusedCombination(
         DROP, (ONE_ENGINE,), "--overload drop makes one pipeline of two engines, not of {}; set --engines 2"
@@ -91,7 +91,7 @@ REFUSALS = (
     RefusedCombination(
         FLOAT8,
         (STREAMING, OTHER_DTYPE),
-        "--quantization fp8 cannot be combined with {}: it computes with resident bfloat16 layers; remove one of them",
+        "--quantization fp8 cannot be combined with {}: it computes with resident bfloat16 layers; remove one",
     ),
     RefusedCombination(
         STEP_TOKENS,

@@ -6,7 +6,7 @@ after the forward pass gets no token in this step and is tried again in its next
 twice, as in recurrent layers, whose state already includes it, all rows wait.) Slow rows have their own thread, so that
 they do not delay the masks of others.
 
-If the grammar leaves no choice for several tokens, the mask allows only the first of them and the following tokens are
+If the grammar leaves no choice for several tokens, the mask allows only the first and the following tokens are
 known with it ("forced"). The same applies to the end of a thought whose budget is spent. If an answer has a budget and
 a grammar, the grammar applies after the thought.
 

@@ -79,7 +79,7 @@ def _output_bytes(k: int, quantization: str, packing: Packing | None) -> int:
 
 
 def scratch_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype, scratch_blocks: int) -> int:
-    """Return the bytes of K and V of these blocks in one layer; all layers share them."""
+    """Return the bytes of K and V of the blocks in one layer; all layers share them."""
     return scratch_blocks * UNITS_PER_BLOCK * unit_bytes(spec, block_size, dtype) // spec.num_layers
 
 

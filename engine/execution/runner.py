@@ -5,7 +5,7 @@ the forward pass belong to the `Device`.
 
 If the device takes steps ahead, `launch` returns while the step runs. Sampled tokens stay on the device, where the next
 step reads them before the host has seen them. A request that has ended by then costs one token too many, which the core
-drops. A request whose next tokens turn out to be forced has computed the first of them; the sample behind it is
+drops. A request whose next tokens turn out to be forced has computed the first; the sample behind it is
 dropped. If sampling is left to the host, a step waits for the previous steps. Grammar masks always wait for them, while
 the forward pass runs.
 """

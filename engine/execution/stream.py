@@ -141,7 +141,7 @@ class HostUnits:
         self._lock_ahead(0)
 
     def lock(self, units: IntArray) -> None:
-        """Page-lock the pieces of these units [n]. Call it before their first copy."""
+        """Page-lock the pieces of the units [n]. Call it before their first copy."""
         if self._missing:
             pieces = np.unique(units // self.per_piece).tolist()
             self._lock_pieces(pieces)

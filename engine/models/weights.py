@@ -109,7 +109,7 @@ class ResidentLayers(list[LayerWeights]):
         return self.held_bytes
 
     def give_up(self, indices: Sequence[int], needed: int) -> None:
-        """Release the matrices of these layers until each is set to the whole layer again.
+        """Release the matrices of the layers until each is set to the whole layer again.
 
         `needed` is the size in bytes that the pool shall have. Raises ValueError, without changes, if that is too much.
         """

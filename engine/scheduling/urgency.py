@@ -4,7 +4,7 @@
 1968) minimises the number of late jobs on one machine: take jobs by deadline, and whenever one would be late, leave out
 the longest job so far. Without promises to single requests deadline order is arrival order, and laxity (deadline − now
 − predicted remaining work) only decides which prompts are left out. These, and prompts that are already late, follow
-the others by arrival; the first of them gets a floor chunk (see `engine.scheduling.step`). Units are seconds and
+the others by arrival; the first gets a floor chunk (see `engine.scheduling.step`). Units are seconds and
 tokens; memory is not considered.
 
 **Maximum wait** (`--max-queue-time`) under policies that let younger requests overtake. A request is due the maximum

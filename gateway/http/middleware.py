@@ -190,7 +190,7 @@ class Authentication:
         await self._app(scope, receive, send)
 
     def _find(self, scope: Scope) -> Key | None:
-        """Find the first valid key in `authorization` (OpenAI) and `x-api-key` (Anthropic): one of them may be a dummy,
+        """Find the first valid key in `authorization` (OpenAI) and `x-api-key` (Anthropic): one may be a dummy,
         or the `Basic` of a proxy."""
         for header in _KEY_HEADERS:
             values = [value for name, value in scope["headers"] if name == header]

@@ -80,9 +80,9 @@ class CudaBackend(Backend):
             kind = config.quantization
             return f"--quantization {kind} is not supported on a GPU; set --device cpu, or --quantization fp8"
         if config.kernels == "torch" and config.overload == "drop":
-            return "--kernels torch cannot be combined with --overload drop on a GPU; remove one of them"
+            return "--kernels torch cannot be combined with --overload drop on a GPU; remove one"
         if config.hidden_cache and parse_offload(config.offload_weights) is not None:
-            return "--offload-weights cannot be combined with --overload hidden on a GPU; remove one of them"
+            return "--offload-weights cannot be combined with --overload hidden on a GPU; remove one"
         return None
 
     def drop_refusal(self, spec: ModelShape, dtype: str) -> str | None:
