@@ -10,7 +10,6 @@ from contextlib import suppress
 
 from engine.api import RequestClass
 from engine.client import EngineStats
-from engine.panics import as_error
 from gateway.batch.run import BatchRun, Leases, Runs
 from gateway.http.errors import log_unexpected
 from gateway.store.batch_rows import DEAD_SECONDS, Beat
@@ -50,7 +49,7 @@ class Membership:
             except (StorageError, IllegalTransition):
                 pass  # the next heartbeat
             except BaseException as raised:
-                log_unexpected(as_error(raised))
+                log_unexpected(raised)
             await asyncio.sleep(self._run.limits.beat_seconds)
 
     async def beat(self) -> Beat:

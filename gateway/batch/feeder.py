@@ -123,8 +123,7 @@ class LineFeeder:
                     if job is None or not await self._feed(job):
                         break
             except BaseException as raised:  # a bug in FeedOrder; a bug in a job's turn only pauses that job
-                error = as_error(raised)
-                log_unexpected(error)
+                log_unexpected(raised)
                 await asyncio.sleep(self._run.limits.retry_seconds)
                 self._run.wake.set()
 

@@ -16,7 +16,6 @@ from itertools import accumulate
 
 from engine.api import Lane, TokenCosts
 from engine.client import EngineStats
-from engine.panics import as_error
 from gateway.batch.run import BatchRun, LineSizes, by_deadline
 from gateway.http.errors import log_unexpected
 from gateway.store.objects import BatchJob, Usage
@@ -266,7 +265,7 @@ class LaneUpdater:
             try:
                 await self.update()
             except BaseException as raised:
-                log_unexpected(as_error(raised))
+                log_unexpected(raised)
             await asyncio.sleep(UPDATE_SECONDS)
 
     def changed(self) -> None:

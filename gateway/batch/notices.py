@@ -25,7 +25,6 @@ import httpx
 import orjson
 
 from engine.errors import ConfigError
-from engine.panics import as_error
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError
 from gateway.store.objects import Notice
@@ -124,7 +123,7 @@ class Notifier:
             except StorageError:
                 pass  # look again later
             except BaseException as raised:
-                log_unexpected(as_error(raised))
+                log_unexpected(raised)
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._wake.wait()

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from engine.panics import as_error
 from gateway.batch.input import EDGE_BYTES, envelope_of_edges, read_envelope, too_long
 from gateway.batch.run import BatchRun, FinishedLine, Job, in_thread, to_end
 from gateway.http.errors import log_unexpected
@@ -179,8 +178,7 @@ class ResultWriter:
         except StorageError:
             log.warning("%d results could not be stored before shutdown; their lines run again", len(lines))
         except BaseException as raised:  # a bug or a damaged database: keep the results, which cost engine time
-            error = as_error(raised)
-            log_unexpected(error)
+            log_unexpected(raised)
             if not job.closing:
                 self._keep(job, lines)
                 return

@@ -10,7 +10,6 @@ from typing import Any
 from starlette.requests import Request
 
 from engine.errors import ConfigError
-from engine.panics import as_error
 from engine.refusals import is_loopback
 from gateway.context import is_operator, tenant_of
 from gateway.http.errors import ApiError, log_unexpected
@@ -158,7 +157,7 @@ class TenantExchange:
             except StorageError:
                 pass  # the next exchange
             except BaseException as raised:
-                log_unexpected(as_error(raised))
+                log_unexpected(raised)
 
     async def exchange(self) -> None:
         """Store usage and loads, and apply the keys and loads of the store, if it is shared. Raises StorageError."""

@@ -14,7 +14,6 @@ from functools import partial
 
 from engine.api import Lane
 from engine.client import EngineStats
-from engine.panics import as_error
 from gateway.batch.cluster import Membership
 from gateway.batch.failures import Cause, cause_of
 from gateway.batch.feeder import LineFeeder, RunLine
@@ -164,8 +163,7 @@ class BatchWorker:
                 except StorageError:
                     return  # stopping
                 except BaseException as raised:
-                    error = as_error(raised)
-                    log_unexpected(error)
+                    error = log_unexpected(raised)
                     is_bug = cause_of(error) is not Cause.SYSTEM
                 status = self.states[batch_id]
                 faults[status] += 1
@@ -191,7 +189,7 @@ class BatchWorker:
             await self._finisher.give_up(batch)
             return True
         except BaseException as raised:  # the caller must keep driving the batch
-            log_unexpected(as_error(raised))
+            log_unexpected(raised)
             return False
 
     async def _drive(self, batch_id: str) -> None:
@@ -289,7 +287,7 @@ class BatchWorker:
                 try:
                     await self.tick()
                 except BaseException as raised:
-                    log_unexpected(as_error(raised))
+                    log_unexpected(raised)
                 next_tick = time.monotonic() + self._limits.tick_seconds
             # bounded by `tick_seconds`, because the wall clock may jump
             seconds = min(next_tick - time.monotonic(), self._next_expiry - self.clock.expiry_now())

@@ -194,12 +194,15 @@ def handle_error(request: Request, error: Exception) -> Response:
     return error_response(error, request.scope)
 
 
-def log_unexpected(error: BaseException) -> None:
-    """Log type and location of an unexpected exception, without its message, which may contain a prompt."""
+def log_unexpected(raised: BaseException) -> Exception:
+    """Log type and location of an unexpected exception, without its message, which may contain a prompt; return it as
+    an error. Raises what `as_error` raises."""
+    error = as_error(raised)
     frames = traceback.extract_tb(error.__traceback__)[-8:]
     places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))
     name = error.args[0] if isinstance(error, LibraryPanicError) else type(error).__name__
     log.error("unexpected %s at %s", name, places)
+    return error
 
 
 class ErrorBoundary:

@@ -24,7 +24,6 @@ from starlette.responses import Response
 
 from engine.api import RequestClass
 from engine.client import ColocationStats, EngineState, EngineStats
-from engine.panics import as_error
 from gateway.context import Lifecycle, is_still_accepted
 from gateway.health import check_sees_all
 from gateway.http.errors import ApiError, log_unexpected
@@ -117,7 +116,7 @@ class Recorder:
             try:
                 await self.record()
             except BaseException as raised:
-                log_unexpected(as_error(raised))
+                log_unexpected(raised)
             if self._followers:
                 await asyncio.sleep(FOLLOWED_SECONDS)
                 continue

@@ -26,6 +26,7 @@ from loadgen.stats import nearest_rank
 from loadgen.traces import Content, Trace
 from loadgen.workloads import Workload
 from predictor.budget import Promise
+from predictor.online import OnlineModel
 
 Floats = NDArray[np.float64]
 Metrics = dict[str, float]
@@ -94,16 +95,7 @@ def run_workload(
     config, shared = device.config, shares_prefixes(made)
     maker = PromptMaker(TokenIds(), "completions", seed, 0) if config.enable_prefix_caching else None
     model, runner = device.start(seed)
-    # Without a cache the prefix tree has nothing to order by.
-    offline_policy = "fcfs" if maker is None and policies.offline == "psm" else policies.offline
-    core = EngineCore(
-        config,
-        online_policy=find_policy(policies.online),
-        offline_policy=offline_policy,
-        model=model,
-        objective=objective,
-        speculation=None if device.drafts is None else Speculation(drafts=TracedDrafts(device.drafts, seed)),
-    )
+    core = _make_core(device, model, objective, seed, policies)
     limit, end = config.max_model_len, math.inf if windows.horizon is None else windows.horizon
     found = [] if made.online is None else requests(made.online, "n", maker, limit, RequestClass.ONLINE)
     arrivals = [
@@ -121,6 +113,21 @@ def run_workload(
     hits = stats.prefix_hit_tokens / stats.prefix_queried_tokens if stats.prefix_queried_tokens else 0.0
     decodes = stats.decode_tokens - stats.accepted_tokens
     return Ran(run, measured, hits, stats.decode_tokens / decodes if decodes else 1.0)
+
+
+def _make_core(
+    device: Simulated, model: OnlineModel, objective: StepObjective, seed: int, policies: Policies
+) -> EngineCore:
+    # Without a cache the prefix tree has nothing to order by.
+    is_idle = policies.offline == "psm" and not device.config.enable_prefix_caching
+    return EngineCore(
+        device.config,
+        online_policy=find_policy(policies.online),
+        offline_policy="fcfs" if is_idle else policies.offline,
+        model=model,
+        objective=objective,
+        speculation=None if device.drafts is None else Speculation(drafts=TracedDrafts(device.drafts, seed)),
+    )
 
 
 def shares_prefixes(made: Workload) -> bool:
