@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +19,7 @@ import torch
 from devices import device_of, linear_of, pool_of
 from driver import Driver, make_request
 from fake_cuda_driver import fake_memory
+from support.tables import mostly_slow
 from test_runner import crowd
 from tiny_models import llama_config, model_folder
 
@@ -131,11 +132,18 @@ def pipeline(
         yield links
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "case",
-    ["float32", "bfloat16", "int8 cache", "neox", "opt", "three engines"],
-    ids=lambda case: case.replace(" ", "-"),
+    ("kind", "case"),
+    mostly_slow(
+        list(product(KINDS, ["float32", "bfloat16", "int8 cache", "neox", "opt", "three engines"])),
+        [
+            ("torch", "three engines"),
+            ("native", "neox"),
+            ("cuda", "bfloat16"),
+            ("cuda", "int8 cache"),
+            ("cuda", "opt"),
+        ],
+    ),
 )
 def test_a_pipeline_computes_what_one_engine_computes(kind: str, case: str) -> None:
     """To the last bit: sampled tokens agree as well."""

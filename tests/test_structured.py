@@ -353,9 +353,6 @@ def test_an_answer_that_is_complete_ends_however_short() -> None:
     assert driver.finals["long"].num_output_tokens >= 20 and set(text_of(driver, "long")) == {"a"}
 
 
-# Costs
-
-
 # Which requests wait for others
 
 
