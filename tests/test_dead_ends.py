@@ -1,5 +1,6 @@
 """Answers under a grammar can always be completed, and follow the grammar; one dialect in all forms."""
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -22,11 +23,19 @@ from gateway.generate.schemas import names_of
 from gateway.generate.wire import CompletionRequest
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
-TOKENIZER = Tokenizer.load(str(FOLDER), probe=False)
 EOS = 2
-COMPILER = GrammarCompiler(FOLDER, 4096, frozenset({EOS}))
 DIGIT: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 9}
 NEVER: dict[str, Any] = {"type": "integer", "minimum": 5, "maximum": 3}
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(str(FOLDER), probe=False)
+
+
+@functools.cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(FOLDER, 4096, frozenset({EOS}))
 
 
 def closed(**more: Any) -> dict[str, Any]:
@@ -38,17 +47,19 @@ def answer(schema: Any, draw: random.Random, steps: int = 80) -> str:
     body = CompletionRequest.model_validate({"model": "m", "prompt": "p", "guided_json": schema})
     form = form_of(body)
     assert form is not None
-    matcher, ids = COMPILER.compile(form).matcher(), list[int]()
+    matcher, ids = compiler().compile(form).matcher(), list[int]()
     for step in range(4 * steps):
-        mask = np.zeros(COMPILER.mask_words, dtype=np.int32)
+        mask = np.zeros(compiler().mask_words, dtype=np.int32)
         matcher.write_mask(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-        text = TOKENIZER.decode(ids, False)
+        text = tokenizer().decode(ids, False)
         assert matcher.failed is None and allowed, f"a dead end: {text}"
         if EOS in allowed and (step > steps or len(allowed) == 1 or draw.random() < 0.3):
             return text
         allowed = [token for token in allowed if token != EOS]
-        closing = [token for token in allowed if TOKENIZER.decode([token], False)[:1] in '"]}'] if step > steps else []
+        closing = (
+            [token for token in allowed if tokenizer().decode([token], False)[:1] in '"]}'] if step > steps else []
+        )
         ids.append(draw.choice(closing or allowed))
         matcher.advance(ids[-1:])
     return ""
@@ -137,8 +148,8 @@ def test_names_of_a_pattern(pattern: str, names: set[str] | None) -> None:
 
 
 def takes(kind: GrammarKind, grammar: str, text: str) -> bool:
-    matcher = COMPILER.compile(Grammar(kind, grammar, param="x")).matcher()
-    matcher.advance(TOKENIZER.encode(text))
+    matcher = compiler().compile(Grammar(kind, grammar, param="x")).matcher()
+    matcher.advance(tokenizer().encode(text))
     return matcher.failed is None and matcher.complete
 
 

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -172,6 +171,8 @@ def test_the_pod_lives_through_its_drain() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 def test_kustomize_renders_the_model_the_image_and_the_limits() -> None:
+    import kubernetes_validate
+
     command = ["kubectl", "kustomize", str(DOCKER / "deploy" / "kubernetes")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rendered = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
@@ -190,6 +191,8 @@ def test_kustomize_renders_the_model_the_image_and_the_limits() -> None:
 
 @pytest.mark.parametrize("name", ["kubernetes/service", "kubernetes/statefulset", "cluster/deployment"])
 def test_each_manifest_keeps_the_schema_of_kubernetes(name: str) -> None:
+    import kubernetes_validate
+
     for document in documents(DOCKER / "deploy" / f"{name}.yaml"):
         kubernetes_validate.validate(document, "1.34", strict=True)
         with pytest.raises(kubernetes_validate.ValidationError):

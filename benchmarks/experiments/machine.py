@@ -9,7 +9,6 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from engine.limits import SchedulerConfig
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device, sweep_device
@@ -176,5 +175,7 @@ def _solve(matrix: Floats, seconds: Floats, weights: Floats) -> Floats:
     scaled = matrix * weights[:, None]
     norms = np.linalg.norm(scaled, axis=0)
     norms[norms == 0.0] = 1.0
+    from scipy.optimize import nnls  # a second of processor time
+
     found: Floats = nnls(scaled / norms, seconds * weights)[0] / norms
     return found
