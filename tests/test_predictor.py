@@ -1,5 +1,6 @@
 """The predictor: features, latency model, fitting, profile files, the start-up sweep, online refinement."""
 
+import functools
 import json
 import math
 import os
@@ -548,7 +549,7 @@ def test_one_outlier_changes_next_to_nothing() -> None:
 def test_an_online_model_stays_consistent_and_monotone(
     seed: int, features: BatchFeatures, added: tuple[int, int], seconds: float, max_tokens: int
 ) -> None:
-    model, rng = OnlineModel(MODEL), random.Random(seed)
+    model, rng = OnlineModel(fitted()), random.Random(seed)
     run_steps(model, rng, 100, factor=rng.uniform(0.3, 3), noise=0.3)
     start = added[0]
     costs = {length: model.marginal(features, start, length) for length in range(1, max_tokens + 1)}
@@ -562,15 +563,17 @@ def test_an_online_model_stays_consistent_and_monotone(
     assert marginal == pytest.approx(model.predict(features) - before, rel=1e-6, abs=1e-9)
 
 
-MODEL = fit(noisy_samples(300, 1), token_limit=2048)
+@functools.cache
+def fitted() -> LatencyModel:
+    return fit(noisy_samples(300, 1), token_limit=2048)
 
 
 @pytest.mark.parametrize(("mape", "margin"), [(0.001, 0.05), (0.1, 0.3), (0.9, 0.75)])
 def test_a_worse_fit_starts_with_a_wider_margin(mape: float, margin: float) -> None:
     step = StepShape(0, 0, ((0, 512),)).features()
-    model = OnlineModel(MODEL, mape)
-    assert model.predict(step) == pytest.approx((1.0 + margin) * MODEL.predict(step))
-    assert model.expected(step) == MODEL.predict(step) and model.mape == 0.0
+    model = OnlineModel(fitted(), mape)
+    assert model.predict(step) == pytest.approx((1.0 + margin) * fitted().predict(step))
+    assert model.expected(step) == fitted().predict(step) and model.mape == 0.0
 
 
 def test_residuals_are_what_steps_took_by_what_was_expected() -> None:

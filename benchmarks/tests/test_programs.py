@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import model_folder, reference_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import __main__ as bench
 from benchmarks import copying_model, live, loads
@@ -143,6 +142,8 @@ def test_the_reference_of_quantization_is_the_model(case: str) -> None:
 
 
 def test_the_wide_copying_model_computes_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 80}
     monkeypatch.setattr(copying_model, "WIDE", sizes)
     monkeypatch.setattr(copying_model, "LAYERS", 4)
@@ -164,7 +165,7 @@ def test_the_wide_copying_model_computes_the_same_logits(monkeypatch: pytest.Mon
 def test_training_on_tasks_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     from itertools import cycle, islice
 
-    from transformers import PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     monkeypatch.setattr(copying_model, "QUESTIONS", 3)
     model = LlamaForCausalLM.from_pretrained(PACKAGED, dtype=torch.float32)
