@@ -312,7 +312,7 @@ def test_a_head_of_its_own_is_used_under_int8(tmp_path: Path) -> None:
 
 
 def _wrong_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Builder, "_head", lambda self, embedding: (self._make(embedding), None))
+    monkeypatch.setattr(_Builder, "_head", lambda self, embedding: self._make(embedding))
 
 
 def _wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
