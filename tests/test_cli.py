@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import gateway
 import predictor
 from engine import __version__
 from engine.config import EngineConfig
@@ -382,6 +383,7 @@ def test_serve_joins_the_parts_and_says_what_runs(
 
     monkeypatch.setitem(sys.modules, "gateway.app", App)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "gateway.server", Server)  # type: ignore[arg-type]
+    monkeypatch.setattr(gateway, "server", Server, raising=False)
     argv = ["serve", "--port", "0", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "20"]
     assert cli.main([*argv, "--profile-seconds", "0"]) == 0
     out = capfd.readouterr().out
