@@ -1,13 +1,15 @@
 """Weights that stream: the same tokens as with all weights in memory, in no more memory than was stated."""
 
 import functools
+import gc
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import cuda_engine
@@ -230,9 +232,34 @@ def test_a_file_gives_what_was_kept_whatever_the_file_system_allows(
     file.close()
 
 
+def test_an_unclosed_file_is_freed_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_read, read_on = threading.Event(), os.preadv
+
+    def slow(*given: Any) -> int:
+        may_read.wait()
+        return read_on(*given)
+
+    file, _ = filled_file(tmp_path)
+    monkeypatch.setattr(os, "preadv", slow)
+    number = file._file.number
+    file.begin(2, 1)
+    result = file._reads[1]
+    del file
+    gc.collect()
+    assert result is not None and not result.done()
+    os.fstat(number)  # the read still needs it
+    may_read.set()
+    assert result.result() is None
+    threads = [each for each in threading.enumerate() if each.name.startswith("tidemill-weights")]
+    for each in threads:
+        each.join()  # the last holder of the file is the thread that read it
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
 def test_a_file_that_ends_early_is_an_error_and_never_old_weights(tmp_path: Path) -> None:
     file, data = filled_file(tmp_path)
-    os.ftruncate(file._fd, 2 * 8192 + 4096)
+    os.ftruncate(file._file.number, 2 * 8192 + 4096)
     assert torch.equal(read(file, 1)[:5000], data[1])
     for place in (2, 3):
         with pytest.raises(WeightReadError, match="the weight file ends"):
@@ -544,7 +571,7 @@ async def test_a_file_that_ends_early_fails_steps_and_the_log_says_why(
     try:
         layers = cast(TorchDevice, cast(Runner[TorchDevice], engine.runner).device).decoder.weights.layers
         assert isinstance(layers, StreamedLayers)
-        os.ftruncate(cast(WeightFile, layers._transport)._fd, 0)
+        os.ftruncate(cast(WeightFile, layers._transport)._file.number, 0)
         sampling = SamplingParams(max_tokens=8, temperature=0.0)
         request = EngineRequest("r", (5, 6, 7), sampling, final_only=True)
         (output,) = [out async for out in outputs_of(engine, request)]

@@ -35,7 +35,8 @@ class WeightFile:
     def __init__(self, folder: Path, size: int, count: int) -> None:
         self._size = -(-size // PAGE) * PAGE
         self._count = count
-        self._fd, self.direct = _open(folder, self._size * count)
+        descriptor, self.direct = _open(folder, self._size * count)
+        self._file = _Descriptor(descriptor)
         self._maps = [mmap.mmap(-1, self._size) for _ in range(BUFFERS)]
         self.buffers = [torch.frombuffer(each, dtype=torch.uint8) for each in self._maps]
         self._threads = ThreadPoolExecutor(BUFFERS, thread_name_prefix="tidemill-weights")
@@ -48,17 +49,17 @@ class WeightFile:
         view, at = memoryview(self._maps[0]), 0
         try:
             while at < self._size:
-                at += os.pwrite(self._fd, view[at : at + _PIECE], place * self._size + at)
+                at += os.pwrite(self._file.number, view[at : at + _PIECE], place * self._size + at)
             if not self.direct:
-                os.fdatasync(self._fd)
-                _forget(self._fd, (place * self._size, self._size))
+                os.fdatasync(self._file.number)
+                _forget(self._file.number, (place * self._size, self._size))
         except OSError as error:
             raise ConfigError(f"writing the streamed weights failed: {error.strerror}") from None
 
     def begin(self, place: int, buffer: int) -> None:
         """See Transport."""
         span = (place * self._size, self._size)
-        self._reads[buffer] = self._threads.submit(_read, self._fd, span, self.direct, self._maps[buffer])
+        self._reads[buffer] = self._threads.submit(_read, self._file, span, self.direct, self._maps[buffer])
 
     def wait(self, buffer: int) -> None:
         """See Transport."""
@@ -70,15 +71,9 @@ class WeightFile:
         """See Transport; a no-op, because computing has ended."""
 
     def close(self) -> None:
-        """Free the file; no read may be started afterwards."""
-        if self._fd >= 0:
-            self._threads.shutdown(wait=True)
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        if hasattr(self, "_reads"):
-            self.close()
+        """Free the file; no read may be started afterwards. Without a call the file is freed with its last reader."""
+        self._threads.shutdown(wait=True)
+        self._file.close()
 
     def seconds(self) -> float:
         """Return the seconds per layer, as a mean over all layers, at least once, for about half a second."""
@@ -97,18 +92,32 @@ class WeightFile:
         return (time.perf_counter() - began) / done
 
 
-def _read(fd: int, span: tuple[int, int], direct: bool, target: mmap.mmap) -> None:
+class _Descriptor:
+    """Owner of a file descriptor. A read in progress holds it, so that its end need not be awaited."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def close(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+            self.number = -1
+
+    __del__ = close
+
+
+def _read(file: _Descriptor, span: tuple[int, int], direct: bool, target: mmap.mmap) -> None:
     """Read `span` = (first, size) of a file. A function without WeightFile, so that a read does not keep it alive."""
     first, size = span
     view, at = memoryview(target), 0
     try:
         while at < size:
-            got = os.preadv(fd, [view[at : at + _PIECE]], first + at)
+            got = os.preadv(file.number, [view[at : at + _PIECE]], first + at)
             if got <= 0:
                 raise WeightReadError(f"the weight file ends after {first + at} bytes, expected {first + size}")
             at += got
         if not direct:
-            _forget(fd, span)
+            _forget(file.number, span)
     except OSError as error:
         raise WeightReadError(f"reading the streamed weights failed: {error.strerror}") from None
 
