@@ -33,7 +33,10 @@ def _flag(default: Any, help_text: str, choices: tuple[str, ...] = (), joint: st
 class EngineConfig:
     """The settings of the engine. None means that the value is derived from the model and the machine."""
 
-    model: str = _flag("", "folder or Hugging Face id of a checkpoint; empty: the packaged demo model")
+    model: str = _flag(
+        "",
+        "folder or Hugging Face id of a checkpoint, or http://HOST:PORT of a vLLM for batches; empty: the demo model",
+    )
     revision: str | None = _flag(None, "branch, tag or commit of a model from the hub (default: the newest)")
     model_impl: str = _flag(
         "auto",

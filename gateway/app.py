@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -12,12 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from engine import __version__
-from engine.client import EngineClient
+from engine.client import EngineClient, EngineStats
 from engine.errors import TidemillError
 from engine.text.tokenizer import Tokenizer
 from gateway import endpoints, health
 from gateway.batch import files, message_batches
 from gateway.batch import routes as batches
+from gateway.batch.feeder import RunLine
 from gateway.batch.files import MAX_OVERHEAD
 from gateway.batch.line import LineRunner
 from gateway.batch.metrics import BatchCollector
@@ -27,7 +28,7 @@ from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import Ownership, TenantExchange
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
-from gateway.context import GatewayContext, Lifecycle
+from gateway.context import GatewayContext, Lifecycle, ServerContext
 from gateway.generate.answer_form import choose_format, find_marks
 from gateway.http.errors import ApiError, ErrorBoundary, handle_error
 from gateway.http.keys import Admissions, KeyStore
@@ -38,6 +39,7 @@ from gateway.store.folder import StateFolder
 from gateway.telemetry.metrics import GatewayMetrics, LoopLag
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.tracing import TraceHeaders, Traces, find_endpoint
+from gateway.upstream import Upstream
 from gateway.web import routes as web
 
 log = logging.getLogger("tidemill.gateway")
@@ -60,8 +62,54 @@ def create_app(
 
     With a state folder it also serves files and batches, and closes the folder at the end. Raises ConfigError.
     """
-    context = _make_context(client, tokenizer, config)
+    context = GatewayContext(
+        **_shared(client, config, config.served_model_name or (client.info.architecture,)),
+        tokenizer=tokenizer,
+        tool_format=choose_format(config.tool_parser, tokenizer),
+        thought_marks=find_marks(tokenizer),
+    )
     traces = _open_traces(context.metrics, context.models.first)
+    app = _make_app(context, folder, traces)
+    app.include_router(endpoints.routes())
+    if folder is not None:
+        run_line = LineRunner(context).run
+        _add_batches(app, context, folder, limits or BatchLimits(), run_line, lambda: context.metrics.stats)
+        app.include_router(message_batches.router)
+    _add_middleware(app, context, (limits or BatchLimits()).file_bytes)
+    _describe_bodies(app)
+    return app
+
+
+def create_front(upstream: Upstream, config: ServerConfig, folder: StateFolder) -> FastAPI:
+    """Return the application that runs files and batches on another server; see `Upstream`. Raises ConfigError."""
+    context = ServerContext(**_shared(upstream, config, config.served_model_name or upstream.models))
+    limits = BatchLimits(window_lines=upstream.MAX_LINES, follows_engine=True)
+    app = _make_app(context, folder, None)
+    app.include_router(upstream.refusals())
+    worker = _add_batches(app, context, folder, limits, upstream.run_line, lambda: upstream.figures)
+    upstream.on_look = worker.cluster.resize
+    _add_middleware(app, context, limits.file_bytes)
+    return app
+
+
+def _shared(client: EngineClient, config: ServerConfig, served: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a ServerContext."""
+    models = ModelNames(served, client.info.adapters)
+    metrics, keys = GatewayMetrics(client, models.first), KeyStore(config.api_key, config.api_key_file)
+    return {
+        "client": client,
+        "config": config,
+        "models": models,
+        "metrics": metrics,
+        "lifecycle": Lifecycle(client),
+        "keys": keys,
+        "admissions": Admissions(keys.quota),
+        "request_log": _open_request_log(config, metrics),
+    }
+
+
+def _make_app(context: ServerContext, folder: StateFolder | None, traces: Traces | None) -> FastAPI:
+    """Return an application with the routes that every server has."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -79,35 +127,13 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.context = context
     _add_routes(app, context)
-    if folder is not None:
-        _add_batches(app, context, folder, limits or BatchLimits())
-    _add_middleware(app, context, (limits or BatchLimits()).file_bytes)
-    _describe_bodies(app)
     return app
 
 
-def _make_context(client: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> GatewayContext:
-    models = ModelNames(config.served_model_name or (client.info.architecture,), client.info.adapters)
-    metrics, keys = GatewayMetrics(client, models.first), KeyStore(config.api_key, config.api_key_file)
-    return GatewayContext(
-        client,
-        tokenizer,
-        config,
-        models,
-        metrics,
-        Lifecycle(client),
-        keys,
-        Admissions(keys.quota),
-        _open_request_log(config, metrics),
-        choose_format(config.tool_parser, tokenizer),
-        find_marks(tokenizer),
-    )
-
-
-def _add_routes(app: FastAPI, context: GatewayContext) -> None:
+def _add_routes(app: FastAPI, context: ServerContext) -> None:
     app.state.recorder = web.Recorder(context.metrics, context.lifecycle)
     context.lifecycle.background += [app.state.recorder, LoopLag(context.metrics.registry)]
-    for router in (endpoints.routes(), health.router, web.router):
+    for router in (health.router, web.router):
         app.include_router(router)
     for error in (ApiError, TidemillError, HTTPException):
         app.add_exception_handler(error, handle_error)
@@ -130,7 +156,7 @@ def _open_traces(metrics: GatewayMetrics, model: str) -> Traces | None:
     return traces
 
 
-def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) -> None:
+def _add_middleware(app: FastAPI, context: ServerContext, max_file_bytes: int) -> None:
     config = context.config
     # the middleware added last is the outermost
     held_bytes = MAX_HELD_BODIES * MAX_BODY_BYTES
@@ -157,14 +183,22 @@ def _add_middleware(app: FastAPI, context: GatewayContext, max_file_bytes: int) 
         app.add_middleware(TraceHeaders)
 
 
-def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, limits: BatchLimits) -> None:
+def _add_batches(
+    app: FastAPI,
+    context: ServerContext,
+    folder: StateFolder,
+    limits: BatchLimits,
+    run_line: RunLine,
+    stats: Callable[[], EngineStats],
+) -> BatchWorker:
+    """Add files and batches, whose lines `run_line` executes, and return their worker."""
     keys = context.keys
     worker = BatchWorker(
         folder,
         limits,
-        LineRunner(context).run,
+        run_line,
         max_lines=lambda tenant: keys.quota(tenant).lines,
-        stats=lambda: context.metrics.stats,
+        stats=stats,
         set_lane=context.client.set_lane,
         models=context.models,
     )
@@ -183,8 +217,9 @@ def _add_batches(app: FastAPI, context: GatewayContext, folder: StateFolder, lim
     context.metrics.registry.register(BatchCollector(worker, ownership, notifier))
     app.state.batches = BatchState(folder, limits, worker, tenants)
     context.metrics.on_end.append(partial(batches.count_request, tenants, context.metrics.engine_time))
-    for resource in (files, batches, message_batches):
+    for resource in (files, batches):
         app.include_router(resource.router)
+    return worker
 
 
 def _describe_bodies(app: FastAPI) -> None:

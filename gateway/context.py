@@ -94,12 +94,11 @@ class Lifecycle:
         return "the state folder does not answer"
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayContext:
-    """Shared state of the endpoints."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerContext:
+    """Shared state of the endpoints that need no tokenizer."""
 
     client: EngineClient
-    tokenizer: Tokenizer
     config: ServerConfig
     models: ModelNames
     metrics: GatewayMetrics
@@ -108,34 +107,13 @@ class GatewayContext:
     admissions: Admissions
     """Admission of requests within the tenants' quotas in `keys`."""
     request_log: RequestLog | None = None
-    tool_format: ToolFormat | None = None
-    """Tool call format of the model, if known."""
-    thought_marks: ThoughtMarks | None = None
-    """Tokens that delimit reasoning, if the model has reasoning."""
     created: int = field(default_factory=lambda: int(time.time()))
-    salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    """Key from which the tenants' cache salts are derived."""
-    text_threads: anyio.CapacityLimiter = field(
-        default_factory=lambda: anyio.CapacityLimiter(max(2, read_processor().threads // 2))
-    )
-    """Bounds concurrent tokenization, so that long prompts cannot occupy all cores."""
     parse_thread: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     """Parses large bodies one at a time."""
     body_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Limits large bodies to one piece per round of the event loop."""
-    is_offline: bool = False
-    """No client waits for the answers, see `generate.answering`."""
-    promise: Promise | None = None
-    """Promise to the request that is planned; None: that of the default class."""
     on_new_keys: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     """Called after the keys were reloaded."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """The engine's info, with the end mark of the chat template among the end tokens."""
-        info = self.client.info
-        ends = self.tokenizer.ends_at(info.eos_token_ids)
-        return info if ends == info.eos_token_ids else replace(info, eos_token_ids=ends)
 
     def check_room(self, tenant: str) -> None:
         """Refuse a request that cannot be queued, before its body is read. Its submission decides about the rest.
@@ -158,11 +136,43 @@ class GatewayContext:
         for follow in self.on_new_keys:
             await follow()
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayContext(ServerContext):
+    """Shared state of the endpoints that run the model."""
+
+    tokenizer: Tokenizer
+    tool_format: ToolFormat | None = None
+    """Tool call format of the model, if known."""
+    thought_marks: ThoughtMarks | None = None
+    """Tokens that delimit reasoning, if the model has reasoning."""
+    salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    """Key from which the tenants' cache salts are derived."""
+    text_threads: anyio.CapacityLimiter = field(
+        default_factory=lambda: anyio.CapacityLimiter(max(2, read_processor().threads // 2))
+    )
+    """Bounds concurrent tokenization, so that long prompts cannot occupy all cores."""
+    is_offline: bool = False
+    """No client waits for the answers, see `generate.answering`."""
+    promise: Promise | None = None
+    """Promise to the request that is planned; None: that of the default class."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's info, with the end mark of the chat template among the end tokens."""
+        info = self.client.info
+        ends = self.tokenizer.ends_at(info.eos_token_ids)
+        return info if ends == info.eos_token_ids else replace(info, eos_token_ids=ends)
+
     def cache_salt(self, tenant: str, own: str | None = None) -> bytes:
         """Return the salt that separates the tenant's prefix cache from those of other tenants, and requests with an
         `own` salt from those with another."""
         text = tenant if own is None else f"{tenant}\0{own}"
         return hmac.digest(self.salt_secret, text.encode(), hashlib.sha256)[:16]
+
+
+def server_of(request: Request) -> ServerContext:
+    return cast(ServerContext, request.app.state.context)
 
 
 def context_of(request: Request) -> GatewayContext:
@@ -182,7 +192,7 @@ def key_of(request: Request) -> Key | None:
 
 def is_still_accepted(request: Request) -> bool:
     """Return whether the keys still give the request the same rights, for responses that last."""
-    ring, key = context_of(request).keys.ring, key_of(request)
+    ring, key = server_of(request).keys.ring, key_of(request)
     return not ring if key is None else ring.holds(key) and ring.sees_all(key) == sees_all(request)
 
 
@@ -194,10 +204,10 @@ def tier_of(request: Request) -> Tier:
 
 def sees_all(request: Request) -> bool:
     """Return whether the request may read metrics of all tenants; always true if no keys are configured."""
-    return bool(request.scope.get("state", {}).get("sees_all", not context_of(request).keys.ring))
+    return bool(request.scope.get("state", {}).get("sees_all", not server_of(request).keys.ring))
 
 
 def is_operator(request: Request) -> bool:
     """Return whether the request may access files and batches of all tenants; always true if no keys are configured."""
     key = key_of(request)
-    return not context_of(request).keys.ring if key is None else key.is_operator
+    return not server_of(request).keys.ring if key is None else key.is_operator

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from engine.client import ColocationStats, EngineState, EngineStats
 from engine.errors import EngineUnavailableError
-from gateway.context import context_of, sees_all
+from gateway.context import sees_all, server_of
 from gateway.generate.answering import find_model
 from gateway.http.errors import ApiError, speaks_anthropic, timestamp
 from gateway.models import Model
@@ -27,14 +27,14 @@ _PROMISE = (
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    if context_of(request).client.state is EngineState.DEAD:
+    if server_of(request).client.state is EngineState.DEAD:
         raise EngineUnavailableError("The engine is not running.", retry_after=5.0)
     return Response(b'{"status":"ok"}', media_type="application/json")
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    context = context_of(request)
+    context = server_of(request)
     context.lifecycle.check_accepting()
     if context.client.state is not EngineState.READY:
         trouble = context.client.trouble
@@ -99,7 +99,7 @@ async def show_version(request: Request) -> Response:
 @router.get("/metrics")
 async def show_metrics(request: Request) -> Response:
     check_sees_all(request)
-    metrics = context_of(request).metrics
+    metrics = server_of(request).metrics
     await metrics.take_snapshot()
     return Response(await anyio.to_thread.run_sync(metrics.render), media_type=CONTENT_TYPE_LATEST)
 
@@ -113,7 +113,7 @@ def check_sees_all(request: Request) -> None:
 
 def _model_object(request: Request, name: str, model: Model) -> dict[str, Any]:
     """Return a model in OpenAI's form, or in Anthropic's for its clients."""
-    context = context_of(request)
+    context = server_of(request)
     length = context.client.info.max_model_len
     if speaks_anthropic(request.scope):
         return {
@@ -139,7 +139,7 @@ def _model_object(request: Request, name: str, model: Model) -> dict[str, Any]:
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """List all models on one page."""
-    data = [_model_object(request, name, found) for name, found in context_of(request).models.listed()]
+    data = [_model_object(request, name, found) for name, found in server_of(request).models.listed()]
     answer: dict[str, Any] = {"object": "list", "data": data}
     if speaks_anthropic(request.scope):
         answer = {"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
@@ -148,5 +148,5 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(request: Request, model: str) -> Response:
-    found = find_model(context_of(request), model)
+    found = find_model(server_of(request), model)
     return Response(orjson.dumps(_model_object(request, model, found)), media_type="application/json")

@@ -27,7 +27,7 @@ from engine.client import EngineInfo
 from engine.errors import ConfigError, TidemillError
 from engine.machine import child
 from gateway.config import ServerConfig
-from gateway.context import GatewayContext
+from gateway.context import GatewayContext, ServerContext
 from gateway.http.connection import ProtocolLimits, connections_within, raise_descriptor_limit, with_limits
 from predictor.slo import SLO, UNITS, Objective
 
@@ -38,16 +38,17 @@ LABEL = 17
 _METRICS = {"ttft": "first token", "tbt": "gap between tokens", "tpot": "time per token"}
 
 
-def listening_text(context: GatewayContext, url: str) -> str:
+def listening_text(context: ServerContext, url: str) -> str:
     """Return the block for a server that listens at `url`."""
     colocation = context.metrics.stats.colocation
     batches, lines = context.lifecycle.unfinished()
+    info = context.client.info
     rows = {
-        "chat and batches": f"{url}/v1",
+        "chat and batches" if isinstance(context, GatewayContext) else "batches": f"{url}/v1",
         "page": url,
-        "model": model_text(context.models.first, context.info),
-        "room": f"cache {context.info.cache_tokens:,} tokens, context {context.info.max_model_len:,} tokens",
-        "sampling": _sampling_text(context.info.sampling),
+        "model": model_text(context.models.first, info),
+        "room": _room_text(info),
+        "sampling": _sampling_text(info.sampling),
         "promise": promise_text(SLO.parse(colocation.slo)) if colocation is not None and colocation.slo else "",
         "unfinished": f"{count_text(batches, 'batch', 'batches')}, {lines:,} lines left" if batches else "",
     }
@@ -68,7 +69,9 @@ def stopped_text(batches: int) -> str:
 
 
 def model_text(name: str, info: EngineInfo) -> str:
-    """Return the model's name, architecture, size, precision and device."""
+    """Return the model's name, architecture, size, precision and device; for another server's model its address."""
+    if not info.dtype:
+        return f"{name} at {info.device}"
     return f"{name} ({info.architecture}, {info.num_parameters:,} parameters, {info.dtype} on {info.device})"
 
 
@@ -98,6 +101,11 @@ def time_text(seconds: float) -> str:
     """Format a duration with its unit, e.g. "100 ms"."""
     unit = next(unit for unit in ("s", "ms", "us") if seconds >= UNITS[unit] or unit == "us")
     return f"{seconds / UNITS[unit]:g} {unit}"
+
+
+def _room_text(info: EngineInfo) -> str:
+    cache = f"cache {info.cache_tokens:,} tokens, " if info.cache_tokens else ""
+    return f"{cache}context {info.max_model_len:,} tokens" if info.max_model_len else ""
 
 
 def _sampling_text(sampling: SamplingDefaults) -> str:
@@ -158,7 +166,7 @@ class GatewayServer(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, context: GatewayContext, drain_seconds: float, owns_process: bool
+        self, config: uvicorn.Config, context: ServerContext, drain_seconds: float, owns_process: bool
     ) -> None:
         super().__init__(config)
         self._context = context
@@ -298,7 +306,7 @@ def make_server(
     owns_process: bool = False,
 ) -> GatewayServer:
     """Return a server for the application that is not listening yet."""
-    context: GatewayContext = app.state.context
+    context: ServerContext = app.state.context
     if limits is None:
         limits = ProtocolLimits(max_connections=connections_within(raise_descriptor_limit()))
     settings = uvicorn.Config(

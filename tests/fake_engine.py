@@ -345,6 +345,15 @@ async def serve(
     settings = ServerConfig(**{"served_model_name": (MODEL, "alias"), "port": 0, **config})
     client = LocalEngine(engine) if isinstance(engine, Engine) else engine
     app = await asyncio.to_thread(create_app, client, tokenizer, settings, folder, batch_limits)
+    async with running(app, settings, limits, owns_process) as (server, port):
+        yield Served(engine, app, server, port)
+
+
+@asynccontextmanager
+async def running(
+    app: Any, settings: ServerConfig, limits: ProtocolLimits | None = None, owns_process: bool = False
+) -> AsyncIterator[tuple[Any, int]]:
+    """A server of the application on a free port, and the port."""
     listener = await asyncio.to_thread(bind, settings.host, settings.port)
     server = make_server(app, settings, limits, close_seconds=1, owns_process=owns_process)
     task = asyncio.ensure_future(server._serve([listener]))  # `serve` would take over the test runner's signals
@@ -353,7 +362,7 @@ async def serve(
         if task.done():
             task.result()
     try:
-        yield Served(engine, app, server, listener.getsockname()[1])
+        yield server, listener.getsockname()[1]
     finally:
         server.should_exit = True
         await task

@@ -119,11 +119,12 @@ class Membership:
     def resize(self) -> None:
         """Set the window to the lines that the engine runs, and some that wait."""
         now = time.monotonic()
-        if self.is_shared and now - self._resized_at >= RESIZE_SECONDS:
+        if (self.is_shared or self._run.limits.follows_engine) and now - self._resized_at >= RESIZE_SECONDS:
             self._resized_at = now
             running = self._stats().running.get(RequestClass.OFFLINE, 0)
             wanted = running + max(LEAST_WINDOW, round(WAITING_SHARE * running))
             self._run.window.max_lines = min(self._run.limits.window_lines, wanted)
+            self._run.wake.set()
 
     def forget(self, batch_id: str) -> bool:
         """Forget a batch that has ended; return whether this server owned it."""

@@ -34,7 +34,7 @@ from gateway.batch.resources import (
 )
 from gateway.batch.results import intact_parts
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
-from gateway.context import context_of, tenant_of
+from gateway.context import server_of, tenant_of
 from gateway.generate.answering import check_encoding
 from gateway.generate.validation import StrictBody
 from gateway.http.errors import ApiError
@@ -263,9 +263,9 @@ class FileExpiry(StrictBody):
 
 @router.post("/v1/files", openapi_extra=_UPLOAD)
 async def create_file(request: Request) -> Response:
-    context_of(request).lifecycle.check_accepting()
+    server_of(request).lifecycle.check_accepting()
     state = state_of(request)
-    quota = context_of(request).keys.quota(tenant_of(request)).bytes
+    quota = server_of(request).keys.quota(tenant_of(request)).bytes
     async with state.uploads.place(tenant_of(request)):
         max_bytes = await _room(request, quota)
         async with _temporary(state) as temp:
@@ -283,7 +283,7 @@ async def create_file(request: Request) -> Response:
 async def store_content(request: Request, content: bytes, filename: str) -> FileObject:
     """Store the input file of a batch that was sent in another form. Raises ApiError 413 beyond the tenant's quota."""
     state, tenant = state_of(request), tenant_of(request)
-    quota = context_of(request).keys.quota(tenant).bytes
+    quota = server_of(request).keys.quota(tenant).bytes
     async with state.uploads.place(tenant), _temporary(state) as temp:
         await to_thread.run_sync(_write, state, temp, content)
         now = state.now()

@@ -21,7 +21,7 @@ from gateway.batch.resources import describe_body, describe_page, json_response,
 from gateway.batch.routes import DEFAULT_LISTED, add_batch, cancel, find_batch
 from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import listed_tenant, reached_tenant
-from gateway.context import context_of, tenant_of
+from gateway.context import server_of, tenant_of
 from gateway.generate.answering import read_raw
 from gateway.generate.validation import StrictBody, parse_json, validate
 from gateway.http.errors import MESSAGES_PATH, ApiError, messages_envelope, timestamp
@@ -59,7 +59,7 @@ class MessageBatchRequest(StrictBody):
 
 @router.post(PATH, openapi_extra=describe_body(MessageBatchRequest))
 async def create_message_batch(request: Request) -> Response:
-    context_of(request).lifecycle.check_accepting()
+    server_of(request).lifecycle.check_accepting()
     state, tenant = state_of(request), tenant_of(request)
     lines = await _read_lines(request, state.limits)
     batch_id = new_batch_id()
@@ -76,7 +76,7 @@ async def create_message_batch(request: Request) -> Response:
 
 async def _read_lines(request: Request, limits: BatchLimits) -> bytes:
     """Return the input file of a batch. Raises InvalidRequestError."""
-    raw, models = bytes(await read_raw(request)), context_of(request).models
+    raw, models = bytes(await read_raw(request)), server_of(request).models
     if len(raw) <= INLINE_BYTES:
         return _input_lines(raw, limits, models)
     lines = await run_apart(_lines_or_error, raw, limits, models)

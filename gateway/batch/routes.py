@@ -25,7 +25,7 @@ from gateway.batch.resources import (
     unknown_cursor,
 )
 from gateway.batch.tenants import TenantExchange, listed_tenant, reached_tenant, shown
-from gateway.context import context_of, is_still_accepted, tenant_of
+from gateway.context import is_still_accepted, server_of, tenant_of
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import read_json
 from gateway.generate.validation import StrictBody, at_most, parse_json, validate
@@ -91,7 +91,7 @@ def window_seconds(text: str) -> int:
 
 @router.post("/v1/batches", openapi_extra=describe_body(BatchRequest))
 async def create_batch(request: Request) -> Response:
-    context_of(request).lifecycle.check_accepting()
+    server_of(request).lifecycle.check_accepting()
     state = state_of(request)
     body = await read_json(request, lambda raw: validate(BatchRequest, parse_json(raw)))
     _check_metadata(body.metadata or {})
@@ -127,7 +127,7 @@ def _check_metadata(metadata: dict[str, str]) -> None:
 async def add_batch(request: Request, batch: BatchJob, idempotency: tuple[str, str] | None = None) -> BatchJob:
     """Store a batch and start it; see `BatchRows.create_batch`. Raises ApiError."""
     state = state_of(request)
-    max_lines = context_of(request).keys.quota(batch.tenant).lines
+    max_lines = server_of(request).keys.quota(batch.tenant).lines
     try:
         created = await state.folder.store.create_batch(batch, idempotency, max_lines)
     except LineQuota as error:
@@ -178,7 +178,7 @@ async def follow_batch(request: Request, batch_id: str) -> Response:
 
 
 async def _changes(request: Request, batch: BatchJob | None) -> AsyncGenerator[bytes, None]:
-    state, lifecycle, sent = state_of(request), context_of(request).lifecycle, b""
+    state, lifecycle, sent = state_of(request), server_of(request).lifecycle, b""
     while batch is not None:
         changed = event(shown(request, batch, batch.as_json(state.jobs.notes(batch))))
         if changed != sent:
@@ -269,7 +269,7 @@ class Bill:
 async def read_usage(request: Request) -> Response:
     """Return the usage of the key's tenant, or of the query's `tenant`; batches are listed as in /v1/batches."""
     tenant, page = listed_tenant(request), read_page(request, default=20, most=MAX_LISTED)
-    context, state = context_of(request), state_of(request)
+    context, state = server_of(request), state_of(request)
     bill = Bill(context.metrics.stats.token_costs is not None, _prices(request))
     try:
         batches, more = await state.folder.store.list_batches(tenant, page)

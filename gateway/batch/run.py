@@ -307,6 +307,8 @@ class BatchLimits:
     tick_seconds: float = 30.0
     beat_seconds: float = 2.0
     """Time between two heartbeats of servers that share batches."""
+    follows_engine: bool = False
+    """The window follows the number of lines that the engine runs; always so for servers that share batches."""
 
     def back_off(self, faults: int) -> float:
         """Return the pause in seconds after `faults` consecutive failures: exponential, at most MAX_BACK_OFF."""

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from engine.errors import TidemillError
 from engine.panics import as_error
 from engine.turns import Turns
-from gateway.context import GatewayContext, context_of, key_of, tenant_of, tier_of
+from gateway.context import GatewayContext, ServerContext, context_of, key_of, server_of, tenant_of, tier_of
 from gateway.generate.answer_parser import OutputDelta
 from gateway.generate.choices import Generation
 from gateway.generate.params import Caller, GenerationPlan, promise_of
@@ -136,7 +136,7 @@ async def read_body(request: Request, parse: Callable[[bytearray], BodyT]) -> Bo
     tier of the API key. Raises ApiError 415 or InvalidRequestError."""
     body = await read_json(request, parse)
     if body.service_tier in (None, "auto"):
-        model = context_of(request).models.find(body.model)
+        model = server_of(request).models.find(body.model)
         body.service_tier = (model and model.tier) or tier_of(request)
     if body.service_tier == "flex":  # do not plan a burst of requests in one round of the event loop
         await Turns.of_loop().take()
@@ -149,7 +149,7 @@ async def read_json(request: Request, parse: Callable[[bytearray], ResultT]) -> 
     raw = await read_raw(request)
     if len(raw) <= INLINE_BYTES:
         return parse(raw)
-    return await anyio.to_thread.run_sync(parse, raw, limiter=context_of(request).parse_thread)
+    return await anyio.to_thread.run_sync(parse, raw, limiter=server_of(request).parse_thread)
 
 
 async def read_raw(request: Request) -> bytearray:
@@ -164,7 +164,7 @@ async def read_raw(request: Request) -> bytearray:
     async for chunk in request.stream():
         raw += chunk
         if len(raw) > INLINE_BYTES:
-            async with context_of(request).body_turn:
+            async with server_of(request).body_turn:
                 await asyncio.sleep(0)
     return raw
 
@@ -267,7 +267,7 @@ def caller_of(context: GatewayContext, body: ModelBody, tenant: str, prefix: str
     return Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant, salt), tenant, adapter)
 
 
-def find_model(context: GatewayContext, name: str) -> Model:
+def find_model(context: ServerContext, name: str) -> Model:
     """Return a served model. Raises ApiError 404."""
     model = context.models.find(name)
     if model is None:

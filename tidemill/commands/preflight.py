@@ -30,7 +30,7 @@ def check_start(engine_config: EngineConfig, server_config: ServerConfig) -> Non
     """Check both configs without changing anything. Raise ConfigError, one line that names the flag."""
     check_combinations(engine_config, server_config)
     _check_engine(engine_config)
-    _check_server(server_config, [name for name, _ in SLO.parse(engine_config.slo).by_class])
+    check_server(server_config, [name for name, _ in SLO.parse(engine_config.slo).by_class])
 
 
 def check_folder(flag: str, path: str | os.PathLike[str], *, written: bool = True, faults_pass: bool = False) -> Path:
@@ -66,7 +66,7 @@ def _check_engine(config: EngineConfig) -> None:
         check_folder("--profile-dir", config.profile_dir, written=False)  # read-only is fine for existing profiles
 
 
-def _check_server(config: ServerConfig, classes: Sequence[str]) -> None:
+def check_server(config: ServerConfig, classes: Sequence[str]) -> None:
     """Check address, state folder, API keys, chat template, request log and tracing.
 
     `classes`: the service classes of --slo.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine import __version__
 from engine.config import EngineConfig, parse_adapters
+from engine.errors import ConfigError
 from engine.machine.child import say
 from engine.machine.folders import adopt
 from gateway.config import ServerConfig
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from gateway.store.folder import StateFolder
 
 DEMO_NAME = "tidemill-demo"
+_OF_THE_MODEL = ("served_model_name", "chat_template", "tool_parser", "engines", "ray", "request_log")
+"""Settings of `ServerConfig` that have no effect in front of another server."""
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -34,6 +37,8 @@ def serve(arguments: argparse.Namespace) -> int:
     engine_config, server_config = resolve_configs(arguments, [EngineConfig, ServerConfig])
     for line in unknown_variables([*flags_of(EngineConfig), *flags_of(ServerConfig)], os.environ):
         say(line)
+    if engine_config.model.startswith(("http://", "https://")):
+        return _serve_front(arguments, engine_config.model, server_config)
     served = server_config.served_model_name or (model_name(engine_config),)
     ModelNames(served, [each.name for each in parse_adapters(engine_config.lora)])  # raises if a name is taken
     state = find_state(server_config.state_dir)
@@ -58,6 +63,33 @@ def serve(arguments: argparse.Namespace) -> int:
             cache.mkdir(mode=0o700, exist_ok=True)
     try:
         return _serve_with(folder, engine_config, server_config, start)
+    finally:
+        folder.close_now()
+
+
+def _serve_front(arguments: argparse.Namespace, url: str, server_config: ServerConfig) -> int:
+    """Serve files and batches whose lines the server at `url` runs."""
+    from gateway import server
+    from gateway.app import create_front
+    from gateway.store.folder import find_state, open_state
+    from gateway.upstream import Upstream
+    from tidemill.commands import preflight
+
+    named = given(arguments, [EngineConfig, ServerConfig]).keys()
+    others = sorted(named & ({*(flag.field for flag in flags_of(EngineConfig)), *_OF_THE_MODEL} - {"model"}))
+    if others or arguments.dry_run:
+        flag = f"--{others[0].replace('_', '-')}" if others else "--dry-run"
+        raise ConfigError(f"{flag} cannot be combined with a server's address: the model is that of {url}")
+    preflight.check_server(server_config, [])
+    start = _Start()
+    say(f"version {__version__}, starting batches in front of {url} ...")
+    folder = open_state(find_state(server_config.state_dir))
+    try:
+        upstream = Upstream(url, os.environ.get("VLLM_API_KEY"))
+        upstream.await_server(say)
+        app = create_front(upstream, server_config, folder)
+        start.go_on()
+        return server.run(app, server_config)
     finally:
         folder.close_now()
 

@@ -351,6 +351,7 @@ class Colocated(_Base):
             "offline_tokens_per_second": counts.offline_tokens / span,
             "tokens_per_second": counts.tokens / span,
             "running": len(self.running),
+            "offline_running": sum(request.priority > 0 for request in self.running),
             "offline_waiting": len(self.waiting) if not self._heads_online() else 0,
             "most_rows": self.max_num_running_reqs,
             "left_out": counts.left_out,
