@@ -207,7 +207,7 @@ def papers_page() -> str:
         (
             f"{row['method']} ({row['paper']})",
             row["live"] + "".join(f", `{spelled_setting(setting)}`" for setting in row["settings"]),
-            f"`{row['file']}`, `{row['test']}`",
+            f"`{Path(row['test']).name}`",
             f"`{row['command'].removeprefix('python -m benchmarks ')}`",
             row["differs"],
         )
@@ -218,7 +218,7 @@ def papers_page() -> str:
         "`default`: each start runs the method. `option`: with the setting. `simulated`: on the virtual clock only.\n"
         "`python -m benchmarks BENCHMARK` measures it ([live](../benchmarks/performance.md),\n"
         "[simulated](../benchmarks/simulator.md)).\n",
-        table(("method", "live", "file, test", "benchmark", "difference"), rows),
+        table(("method", "live", "test", "benchmark", "difference from the paper"), rows),
     )
 
 
