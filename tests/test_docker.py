@@ -55,15 +55,22 @@ def test_the_dashboard_can_be_imported_anywhere_and_shows_the_promise_first(tool
     limits = [
         panel["title"] for panel in panels if any(t["legendFormat"].startswith("limit") for t in panel["targets"])
     ]
-    assert limits == ["Time to first token, chat", "Time between tokens, chat"]
+    assert limits == [
+        "Time to first token, chat", "Time between tokens, chat", "Requests within their promise, by class"
+    ]  # fmt: skip
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
     assert len(set(places)) == len(panels) and len({panel["id"] for panel in panels}) == len(panels)
 
 
 def test_alerts_name_metrics_that_are_shown(tool: ModuleType) -> None:
     rules = yaml.safe_load((DOCKER / "prometheus" / "rules.yml").read_text())["groups"][0]["rules"]
+    labels = {name: set(labels) for name, _, labels, _ in tool.registry_families()}
     for rule in rules:
-        assert set(re.findall(r"tidemill_\w+", rule["expr"])) <= tool.registry_names(), rule["alert"]
+        named = set(re.findall(r"tidemill_\w+", rule["expr"]))
+        assert named <= tool.registry_names(), rule["alert"]
+        joined = re.findall(r"on\(([^)]*)\)", rule["expr"])
+        for name in named if joined else ():
+            assert set(joined[0].split(", ")) - {"instance", "job"} <= labels[name], (rule["alert"], name)
 
 
 def test_the_image_copies_what_exists_and_holds_no_key() -> None:

@@ -11,6 +11,8 @@ import pytest
 from support.tables import for_each
 
 from benchmarks import result_tables
+from benchmarks.experiments import parts
+from loadgen import lengths
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("engine", "gateway", "predictor", "loadgen", "tidemill")
@@ -60,7 +62,17 @@ def test_the_tables_of_the_performance_page_are_those_of_the_result_files() -> N
     for result in map(result_tables.read, names):
         for row in result["rows"]:
             assert len(row["cells"]) == len(result["columns"]) and row["command"] and row["machine"]
-            assert date.fromisoformat(row["date"]) and re.fullmatch(r"([0-9a-f]{8})?", row["commit"])
+            assert date.fromisoformat(row["date"]) and re.fullmatch(r"[0-9a-f]{8}|", row["commit"])
+            assert row["commit"] or row["date"] < "2026-11-27", "from that date results have commits"
+
+
+def test_the_list_of_public_traces_has_the_files_that_the_commands_read() -> None:
+    page = (ROOT / "docs" / "benchmarks" / "simulator.md").read_text().partition("## Public traces")[2]
+    listed = {
+        name for row in page.splitlines() if row[:2] == "| " for name in re.findall(r"`([^`/]*)`", row.split("|")[1])
+    }
+    known = [each for module in (lengths, parts) for each in vars(module).values() if isinstance(each, lengths.Lengths)]
+    assert listed == {each.file for each in known} | {"DIR"}
 
 
 def test_every_page_is_reached_from_the_index() -> None:

@@ -69,6 +69,8 @@ async def test_a_pipeline_goes_on_with_what_two_engines_had_and_they_with_what_i
     async with fleet_of(tmp_path, "", "", drop=True) as fleet:
         overload = overload_of(fleet)
         first, second = fleet._members
+        for turn in range(8):  # units with cells of earlier owners, on each engine others
+            await answers(fleet, [request(f"{turn}{i}", prompt=20 + 3 * i, max_tokens=40) for i in range(6)])
         asked = await begun(fleet)
         first.prefixes.add([1, 2, 3], 3)
         told = orders_to(first), orders_to(second)

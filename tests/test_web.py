@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import shutil
 import subprocess
 from importlib import resources
@@ -16,7 +17,7 @@ from fixtures import StartServer
 from support.http import get
 from support.lazy import openai
 
-from engine.client import EngineState, EngineStats, EngineView
+from engine.client import ClassStanding, EngineState, EngineStats, EngineView, PipelineStats
 from gateway.web.routes import FILES
 
 NODE_TESTS = Path(__file__).parent / "web"
@@ -87,6 +88,43 @@ async def test_objectives_are_as_the_server_judges_them(start_server: StartServe
     assert snapshot["objectives"] == [
         {"objective": "ttft_p99=1s", "value": 0.9, "bound": 1.0, "attainment": 0.75},
         {"objective": "tbt_mean=5%", "value": 0.05, "bound": None, "attainment": None},
+    ]
+
+
+async def test_classes_and_mechanisms_are_shown_and_a_class_has_its_own_target(start_server: StartServer) -> None:
+    served = await start_server("hi")
+    assert json.loads(await served.app.state.recorder.record())["mechanisms"] == {}
+    classes = (
+        ClassStanding("default", "ttft_p99=1s", 0.995),
+        ClassStanding("premium", "ttft_p90=300ms", 0.89),
+        ClassStanding("means", "ttft_mean=1s", math.nan),
+    )
+    learned = {"searches_made": 2, "search_seconds": 9.0}
+    served.engine.snapshot = EngineStats(
+        colocation=colocation_stats(classes=classes, learned=learned, model_refits_refused=1),
+        plans={"made": 7, "late": 1},
+        knapsack={"kv": 0},
+        drafted_tokens=10,
+        accepted_tokens=4,
+        pipelines=PipelineStats(((0, 1),), 1, 0, 0, False),
+    )
+    snapshot = json.loads(await served.app.state.recorder.record())
+    assert [(each["name"], each["target"]) for each in snapshot["classes"]] == [
+        ("default", 0.99), ("premium", 0.9), ("means", None)
+    ]  # fmt: skip
+    assert snapshot["classes"][2]["attainment"] is None
+    assert snapshot["mechanisms"] == {
+        "plans": {"made": 7, "late": 1},
+        "drafts": {"verified": 10, "right": 4},
+        "searches": {"made": 2, "failed": 0},
+        "refits": {"adopted": 0, "refused": 1},
+        "drops": {"drops": 1, "restores": 0, "failed": 0},
+    }
+    metrics = (await get(served, "/metrics")).text.splitlines()
+    targets = [line for line in metrics if line.startswith("tidemill_slo_class_attainment_target{")]
+    assert targets == [
+        'tidemill_slo_class_attainment_target{slo_class="default"} 0.99',
+        'tidemill_slo_class_attainment_target{slo_class="premium"} 0.9',
     ]
 
 

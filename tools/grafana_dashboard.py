@@ -11,6 +11,7 @@ import sys
 import typing
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,13 +20,22 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from engine.api import RequestClass  # noqa: E402
-from engine.client import ColocationStats, EngineClient, EngineState, EngineStats, EngineView, PipelineStats  # noqa: E402
+from engine.client import (  # noqa: E402
+    ClassStanding,
+    ColocationStats,
+    EngineClient,
+    EngineState,
+    EngineStats,
+    EngineView,
+    PipelineStats,
+)
 from gateway.batch.forecast import Forecast  # noqa: E402
 from gateway.batch.metrics import BatchCollector  # noqa: E402
 from gateway.batch.notices import Notifier  # noqa: E402
 from gateway.batch.tenants import Ownership  # noqa: E402
 from gateway.batch.worker import BatchWorker  # noqa: E402
 from gateway.telemetry.metrics import GatewayMetrics  # noqa: E402
+from predictor.judge import Standing  # noqa: E402
 
 TARGET = ROOT / "docker" / "grafana" / "dashboards" / "tidemill.json"
 _METRIC = re.compile(r"\b((?:tidemill|vllm:|process)_?\w+)(?:\{([^}]*)\})?(?=[^\w=\"]|$)")
@@ -225,13 +235,110 @@ ENGINE = (
 )
 
 
+MECHANISMS = (
+    Panel(
+        "Requests within their promise, by class",
+        "percentunit",
+        (
+            ("{{slo_class}}", "tidemill_slo_class_attainment"),
+            ("limit {{slo_class}}", "tidemill_slo_class_attainment_target"),
+        ),
+        "Dashed: the share that the class promises.",
+    ),
+    Panel(
+        "Requests of each class per second",
+        "short",
+        (
+            ("{{slo_class}} missed", _rate("tidemill_slo_class_bad_requests_total", by="slo_class")),
+            ("{{slo_class}} refused", _rate("tidemill_slo_class_refused_requests_total", by="slo_class")),
+        ),
+    ),
+    Panel(
+        "Plans of batch work per second",
+        "short",
+        (("{{outcome}}", _rate("tidemill_offline_plans_total", by="outcome")),),
+        "late: a step found no plan ready.",
+    ),
+    Panel(
+        "Budget searches, 1 h",
+        "short",
+        (
+            ("searches {{outcome}}", "sum by (outcome) (increase(tidemill_budget_searches_total[1h]))"),
+            ("baselines {{outcome}}", "sum by (outcome) (increase(tidemill_budget_baselines_total[1h]))"),
+            ("refits {{outcome}}", "sum by (outcome) (increase(tidemill_model_refits_total[1h]))"),
+            ("breaker openings", "sum(increase(tidemill_breaker_openings_total[1h]))"),
+        ),
+    ),
+    Panel(
+        "Rule of the fill, and its bound",
+        "short",
+        (("{{rule}}", "tidemill_offline_rule"), ("bound by {{limit}}", "tidemill_offline_share_limit")),
+        "flat or priced; evidence, brake or breaker bound the share of the budget.",
+        "state-timeline",
+    ),
+    Panel("Waiting batch work by lane", "short", (("{{lane}}", "tidemill_offline_lane_waiting"),), stacked=True),
+    Panel(
+        "Knapsack decisions per second",
+        "short",
+        (("{{form}}", _rate("tidemill_knapsack_decisions_total", by="form")),),
+        "When memory is short: started from K and V, from hidden state, or passed over.",
+    ),
+    Panel(
+        "Cache units moved per second",
+        "short",
+        (("{{operation}}", _rate("tidemill_cache_units_total", by="operation")),),
+    ),
+    Panel(
+        "Drafts",
+        "short",
+        (
+            ("verified per second", _rate("tidemill_drafted_tokens_total")),
+            ("right per second", _rate("tidemill_accepted_tokens_total")),
+        ),
+    ),
+)
+FLEET = (
+    Panel(
+        "Requests by engine",
+        "short",
+        (("{{engine}} {{class}} {{state}}", "tidemill_engine_requests"),),
+    ),
+    Panel(
+        "Routed and moved requests per second",
+        "short",
+        (
+            ("{{engine}} routed", _rate("tidemill_engine_routed_requests_total", by="engine")),
+            ("{{engine}} moved away", _rate("tidemill_engine_moved_requests_total", by="engine")),
+        ),
+    ),
+    Panel(
+        "Layers dropped",
+        "short",
+        (
+            ("pipelines", "tidemill_fleet_pipelines"),
+            ("memory short", "tidemill_fleet_memory_short"),
+            ("drops, 1 h", "sum(increase(tidemill_fleet_drops_total[1h]))"),
+            ("restores, 1 h", "sum(increase(tidemill_fleet_restores_total[1h]))"),
+            ("failures, 1 h", "sum(increase(tidemill_fleet_drop_failures_total[1h]))"),
+        ),
+    ),
+)
+FOLDED = {"Engine": ENGINE, "Mechanisms": MECHANISMS, "Several engines": FLEET}
+
+
 def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     """(name, type, labels, help) of everything that /metrics can show, by name."""
     client = SimpleNamespace(info=SimpleNamespace(block_size=0, cache_tokens=0, adapters=("name",)))
     metrics = GatewayMetrics(cast(EngineClient, client), "model")
     one = EngineView(0, EngineState.READY, None, 0, 0, 0.0, EngineStats(running={RequestClass.ONLINE: 0}))
     pipelines = PipelineStats((), 0, 0, 0, False)
-    metrics.stats = EngineStats(colocation=_filled(ColocationStats), engines=(one,), pipelines=pipelines)
+    kept, counts = ClassStanding("default", "ttft_p99=1s", 1.0), {"default": 0}
+    standing = Standing("ttft_p99=1s", 0.5, 1.0, 1.0)
+    colocation = dataclasses.replace(
+        _filled(ColocationStats), slo="ttft_p99=1s", classes=(kept,), objectives=(standing,), class_good=counts,
+        class_bad=counts, class_refused=counts,
+    )  # fmt: skip
+    metrics.stats = EngineStats(colocation=colocation, engines=(one,), pipelines=pipelines)
     forecast = Forecast(EngineStats)
     feeder = SimpleNamespace(retries=Counter(), num_paused=0)
     ended: Counter[bool] = Counter()
@@ -305,22 +412,24 @@ def _laid_out(panels: Sequence[Panel], number: int, y: int) -> list[dict[str, An
     return placed
 
 
+def _bottom(panels: Sequence[dict[str, Any]]) -> int:
+    return max(int(panel["gridPos"]["y"] + panel["gridPos"]["h"]) for panel in panels)
+
+
 def dashboard(known: set[str]) -> dict[str, Any]:
     """The dashboard as Grafana reads it. Raises ValueError for a name that the server does not show."""
-    for panel in (*PROMISE, *ENGINE):
+    for panel in (*PROMISE, *chain(*FOLDED.values())):
         unknown = {name for _, query in panel.queries for name in _NAME.findall(query) if name not in known}
         if unknown:
             raise ValueError(f"panel '{panel.title}': the server has no metric {', '.join(sorted(unknown))}")
     first = _laid_out(PROMISE, 1, 0)
-    y = 1 + max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in first)
-    folded = {
-        "id": len(PROMISE) + 1,
-        "title": "Engine",
-        "type": "row",
-        "collapsed": True,
-        "gridPos": {"h": 1, "w": 24, "x": 0, "y": y - 1},
-        "panels": _laid_out(ENGINE, len(PROMISE) + 2, y),
-    }
+    number, y = len(PROMISE) + 1, _bottom(first)
+    rows = []
+    for title, panels in FOLDED.items():
+        inner = _laid_out(panels, number + 1, y + 1)
+        place = {"h": 1, "w": 24, "x": 0, "y": y}
+        rows.append({"id": number, "title": title, "type": "row", "collapsed": True, "gridPos": place, "panels": inner})
+        number, y = number + 1 + len(panels), _bottom(inner)
     instances = {"name": "instance", "label": "instance", "type": "query", "datasource": SOURCE, "multi": True,
                  "includeAll": True, "query": "label_values(tidemill_steps_total, instance)", "refresh": 2,
                  "current": {"text": "All", "value": "$__all"}}  # fmt: skip
@@ -337,7 +446,7 @@ def dashboard(known: set[str]) -> dict[str, Any]:
                 instances,
             ]
         },
-        "panels": [*first, folded],
+        "panels": [*first, *rows],
     }
 
 

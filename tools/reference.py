@@ -1,4 +1,4 @@
-"""Write docs/reference/ from the code: `python tools/reference.py [--check]`.
+"""Write docs/reference/ from the code: `python tools/reference.py [--check]`; docs/develop/papers.md from papers.toml.
 
 `--check` compares the pages with the code and changes nothing; a test runs it.
 """
@@ -6,6 +6,7 @@
 import argparse
 import inspect
 import sys
+import tomllib
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "reference"
+PAPERS = ROOT / "docs" / "develop" / "papers.toml"
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from grafana_dashboard import registry_families  # noqa: E402
@@ -198,6 +200,35 @@ def policies_page() -> str:
     return page("Policies", table(("flag", "default", "what it does"), rows), f"\n{text}\n")
 
 
+def papers_page() -> str:
+    """Return the methods of the papers, from `docs/develop/papers.toml`."""
+    methods = tomllib.loads(PAPERS.read_text())["method"]
+    rows = [
+        (
+            f"{row['method']} ({row['paper']})",
+            row["live"] + "".join(f", `{spelled_setting(setting)}`" for setting in row["settings"]),
+            f"`{Path(row['test']).name}`",
+            f"`{row['command'].removeprefix('python -m benchmarks ')}`",
+            row["differs"],
+        )
+        for row in methods
+    ]
+    return page(
+        "Methods of the papers",
+        "`default`: each start runs the method. `option`: with the setting. `simulated`: on the virtual clock only.\n"
+        "`python -m benchmarks BENCHMARK` measures it ([live](../benchmarks/performance.md),\n"
+        "[simulated](../benchmarks/simulator.md)).\n",
+        table(("method", "live", "test", "benchmark", "difference from the paper"), rows),
+    )
+
+
+def spelled_setting(setting: str) -> str:
+    """Return `name` or `name=value` of a setting as it is written on the command line."""
+    name, equals, value = setting.partition("=")
+    flag = "--" + name.replace("_", "-")
+    return flag if value == "True" or not equals else f"{flag} {value}"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": cli_page,
     "config.md": config_page,
@@ -205,6 +236,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     "errors.md": errors_page,
     "policies.md": policies_page,
+    "../develop/papers.md": papers_page,
 }
 
 

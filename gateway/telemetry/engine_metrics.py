@@ -143,9 +143,17 @@ def _slo(stats: ColocationStats) -> Iterator[Metric]:
     yield totals("slo_requests", "Online requests by whether they met the SLO.", "good", judged)
     text = "Share of recently judged requests of a service class that met their promise."
     yield gauges("slo_class_attainment", text, "slo_class", {each.name: each.attainment for each in stats.classes})
+    text, goals = "Share of requests of a service class that are to meet their promise.", class_targets(stats)
+    yield gauges("slo_class_attainment_target", text, "slo_class", goals)
     for kind, text in {"good": "met their promise", "bad": "missed their promise", "refused": "got a 429"}.items():
         counts = getattr(stats, f"class_{kind}")
         yield totals(f"slo_class_{kind}_requests", f"Requests of a service class that {text}.", "slo_class", counts)
+
+
+def class_targets(stats: ColocationStats) -> dict[str, float]:
+    """Return the share of good requests that each class promises; a class without limits on requests has none."""
+    goals = {each.name: SLO.parse(each.promise).attainment_target for each in stats.classes if each.promise}
+    return {name: goal for name, goal in goals.items() if goal is not None}
 
 
 def _offline_budget(stats: ColocationStats) -> Iterator[Metric]:

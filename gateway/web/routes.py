@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -28,7 +28,7 @@ from gateway.context import Lifecycle, is_still_accepted
 from gateway.health import check_sees_all
 from gateway.http.errors import ApiError, log_unexpected
 from gateway.http.sse import EventStream, event
-from gateway.telemetry.engine_metrics import shown
+from gateway.telemetry.engine_metrics import class_targets, shown
 from gateway.telemetry.metrics import EndedAnswer, GatewayMetrics
 from predictor.slo import SLO
 
@@ -157,15 +157,35 @@ def take(stats: EngineStats, chats: list[dict[str, Any]], now: float) -> dict[st
             "host_used": stats.host_units_used,
         },
         "refused": stats.refused_requests,
+        "mechanisms": _mechanisms(stats),
         "engines": shown(stats.engines),
         "chats": chats,
         **_promise(stats.colocation),
     }
 
 
+def _mechanisms(stats: EngineStats) -> dict[str, dict[str, float]]:
+    """Return counters of the methods that ran; a method that did not run has none."""
+    found: dict[str, Mapping[str, float]] = {"plans": stats.plans, "knapsack": stats.knapsack}
+    if stats.drafted_tokens:
+        found["drafts"] = {"verified": stats.drafted_tokens, "right": stats.accepted_tokens}
+    if stats.colocation is not None:
+        learned = stats.colocation.learned
+        found["searches"] = {name: learned.get(f"searches_{name}", 0) for name in ("made", "failed")}
+        found["refits"] = {"adopted": stats.colocation.model_refits, "refused": stats.colocation.model_refits_refused}
+    if (pairs := stats.pipelines) is not None:
+        found["drops"] = {"drops": pairs.drops, "restores": pairs.restores, "failed": pairs.failures}
+    return {name: dict(counts) for name, counts in found.items() if any(counts.values())}
+
+
 def _promise(stats: ColocationStats | None) -> dict[str, Any]:
     if stats is None:
-        return {**dict.fromkeys((*_FIGURES, "mape", "slo", "attainment_target", "breaker")), "objectives": []}
+        return {
+            **dict.fromkeys((*_FIGURES, "mape", "slo", "attainment_target", "breaker")),
+            "objectives": [],
+            "classes": [],
+        }
+    goals = class_targets(stats)
     return {
         **{name: _finite(getattr(stats, name)) for name in _FIGURES},
         "offline_share": _finite(stats.offline_share),
@@ -175,6 +195,15 @@ def _promise(stats: ColocationStats | None) -> dict[str, Any]:
         "breaker": stats.breaker,
         "breaker_cause": stats.breaker_cause,
         "held": stats.held,
+        "classes": [
+            {
+                "name": each.name,
+                "promise": each.promise,
+                "attainment": _finite(each.attainment),
+                "target": goals.get(each.name),
+            }
+            for each in stats.classes
+        ],
         "objectives": [
             {
                 "objective": each.objective,

@@ -11,7 +11,7 @@ const { billText, endText, endpointOf, outcome, outlook, totals } = await import
 const { clock, count, duration, limitOf, objectives, percent, scale, seconds, standingText } = await import(new URL("format.js", files));
 const { blocks, spans } = await import(new URL("markdown.js", files));
 const { History, WINDOW, percentile } = await import(new URL("series.js", files));
-const { batchSentence, eventsOf, worth } = await import(new URL("story.js", files));
+const { batchSentence, classesOf, eventsOf, mechanismsOf, worth } = await import(new URL("story.js", files));
 
 test("events are the same however the stream was cut", () => {
   const whole = 'data: {"a":1}\n\n: comment\n\ndata: two\ndata: lines\r\n\r\ndata: [DONE]\n\n';
@@ -219,4 +219,27 @@ test("texts can be read: contrast of at least 4.5 in both themes", () => {
 test("the endpoint of a file is its first line's url", async () => {
   assert.equal(await endpointOf(new Blob(['\n{"url":"/v1/completions"}\n{"url":"/x"}'])), "/v1/completions");
   assert.equal(await endpointOf(new Blob(["not json"])), "/v1/chat/completions");
+});
+
+test("a drop and a restore of layers are events", () => {
+  const snapshot = (time, mechanisms) => ({ time, ready: true, breaker: "closed", refused: 0, mechanisms });
+  const counts = (drops, restores) => ({ drops: { drops, restores, failed: 0 } });
+  const found = eventsOf([snapshot(1), snapshot(2, counts(1, 0)), snapshot(3, counts(1, 0)), snapshot(4, counts(1, 1))]);
+  assert.deepEqual(found.map(({ time, state }) => [time, state]), [[2, "warn"], [4, "good"]]);
+});
+
+test("classes are shown where there are several", () => {
+  const usual = { name: "default", promise: "ttft_p99=1s", attainment: null, target: 0.99 };
+  const premium = { name: "premium", promise: "ttft_p90=300ms", attainment: 0.95, target: 0.9 };
+  assert.deepEqual(classesOf({ classes: [usual] }), []);
+  assert.deepEqual(classesOf({}), []);
+  assert.deepEqual(classesOf({ classes: [usual, premium] }).map(({ state }) => state), ["", "good"]);
+  const [missed] = classesOf({ classes: [{ ...premium, attainment: 0.89 }, usual] });
+  assert.deepEqual([missed.name, missed.kept, missed.state], ["premium", "ttft_p90=300ms", "bad"]);
+});
+
+test("mechanisms that ran are named with their counts", () => {
+  assert.deepEqual(mechanismsOf({}), []);
+  const mechanisms = { drafts: { verified: 800, right: 600 }, plans: { made: 12, late: 1 }, drops: { drops: 2, restores: 1, failed: 0 } };
+  assert.deepEqual(mechanismsOf({ mechanisms }).map(([, text]) => text), ["12 made, 0 continued, 1 late", "75 % of 800 right", "2 times, restored 1, failed 0"]);
 });

@@ -6,7 +6,7 @@ import { DotChart, RateChart } from "./charts.js";
 import { Chat } from "./chat.js";
 import { count, duration, limitOf, money, percent, rangeText, seconds, standingText } from "./format.js";
 import { History, percentile } from "./series.js";
-import { batchSentence, eventsOf, worth } from "./story.js";
+import { batchSentence, classesOf, eventsOf, mechanismsOf, worth } from "./story.js";
 
 const RETRY = 2000;
 const BATCHES_EVERY = 2;
@@ -43,8 +43,14 @@ function drawPromise(now) {
   show("attainment", percent(attainment), attainment === null ? "" : attainment >= goal ? "good" : "bad");
   const judged = history.chats.filter(({ time }) => time > now.time - JUDGED.seconds).slice(-JUDGED.chats).length;
   show("judged", slo ? `${judged ? `of the last ${count(judged)} chats` : "no chat yet"}; goal ${percent(goal)}` : "No SLO is set.");
-  const rows = (each || []).map((standing) => {
-    const { name, text, kept, state } = standingText(standing);
+  byId("objectives").replaceChildren(...standings((each || []).map(standingText)));
+  byId("classes").replaceChildren(...standings(classesOf(now)));
+  show("refused", refused ? `${count(refused)} refused since the start` : "");
+}
+
+/** List items of objectives or classes: {name, text, kept, state}. */
+function standings(each) {
+  return each.map(({ name, text, kept, state }) => {
     const item = document.createElement("li");
     const what = document.createElement("span");
     what.textContent = name;
@@ -56,8 +62,6 @@ function drawPromise(now) {
     item.append(what, figure, share);
     return item;
   });
-  byId("objectives").replaceChildren(...rows);
-  show("refused", refused ? `${count(refused)} refused since the start` : "");
 }
 
 function prices() {
@@ -130,6 +134,8 @@ function drawEngine(now) {
     show(`${kind}-running`, count(now.running[kind]));
     show(`${kind}-waiting`, count(now.waiting[kind]));
   }
+  const terms = mechanismsOf(now).flatMap(([name, text]) => [["dt", name], ["dd", text]]);
+  byId("mechanisms").replaceChildren(...terms.map(([tag, textContent]) => Object.assign(document.createElement(tag), { textContent })));
 }
 
 function drawPool(now) {

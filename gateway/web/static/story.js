@@ -1,6 +1,6 @@
 // What the server does with batch work, and why, in words. Pure functions of snapshots.
 
-import { percent, seconds } from "./format.js";
+import { count, percent, seconds } from "./format.js";
 
 const FULL = 0.995; // share of the room from which on it is called whole
 const FELL = 0.9; // part of its highest share at which batch work counts as reduced
@@ -41,6 +41,10 @@ function shareWatch() {
   };
 }
 
+function counted({ mechanisms }, name) {
+  return (mechanisms && mechanisms.drops && mechanisms.drops[name]) || 0;
+}
+
 /** Changes between snapshots in order: [{time, text, state}]. */
 export function eventsOf(snapshots) {
   const found = [];
@@ -59,6 +63,9 @@ export function eventsOf(snapshots) {
     }
     if (!before.held && after.held) add(`Batch work paused beside chats: ${after.held}.`, "bad");
     if (before.held && !after.held) add("Batch work resumed beside chats.", "good");
+    const more = (name) => counted(after, name) > counted(before, name);
+    if (more("drops")) add("Memory is short: two engines dropped layers and run as one pipeline.", "warn");
+    if (more("restores")) add("Two engines have all layers again.", "good");
     if (after.refused > before.refused) add(`${after.refused - before.refused} chats refused: their wait would have been too long.`, "bad");
   }
   return found;
@@ -68,4 +75,28 @@ export function eventsOf(snapshots) {
 export function worth(promptTokens, outputTokens, priceIn, priceOut) {
   if (!(priceIn > 0) && !(priceOut > 0)) return null;
   return (promptTokens * (priceIn || 0) + outputTokens * (priceOut || 0)) / 1e6;
+}
+
+/** The service classes of a server with several: {name, text, kept, state}. */
+export function classesOf({ classes }) {
+  if (!classes || classes.length < 2) return [];
+  return classes.map(({ name, promise, attainment, target }) => {
+    const kept = target === null || attainment === null || attainment >= target;
+    return { name, text: percent(attainment), kept: promise, state: attainment === null ? "" : kept ? "good" : "bad" };
+  });
+}
+
+const MECHANISMS = {
+  plans: ["plans of batch work", ({ made, continued, late }) => `${count(made || 0)} made, ${count(continued || 0)} continued, ${count(late || 0)} late`],
+  searches: ["budget searches", ({ made, failed }) => `${count(made)} made, ${count(failed)} failed`],
+  refits: ["refits of the latency model", ({ adopted, refused }) => `${count(adopted)} adopted, ${count(refused)} refused`],
+  knapsack: ["knapsack, when memory is short", ({ kv, compact, passed_over: passed }) => `${count(kv || 0)} started, ${count(compact || 0)} from hidden state, ${count(passed || 0)} passed over`],
+  drafts: ["drafted tokens", ({ verified, right }) => `${percent(right / verified, 0)} of ${count(verified)} right`],
+  drops: ["layers dropped", ({ drops, restores, failed }) => `${count(drops)} times, restored ${count(restores)}, failed ${count(failed)}`],
+};
+
+/** What the methods of the server did: [[name, text]]. */
+export function mechanismsOf({ mechanisms }) {
+  const shown = Object.entries(MECHANISMS).filter(([key]) => mechanisms && mechanisms[key]);
+  return shown.map(([key, [name, text]]) => [name, text(mechanisms[key])]);
 }
