@@ -1,12 +1,12 @@
-"""A pool too small for its load, live: K and V alone, in 8 bits, the hybrid cache, and the host tier under the same
-arrivals.
+"""A pool too small for its load: every policy on every cache under the same arrivals, live or on a virtual clock.
 
-The packaged demo model (as many KV heads as heads), or one with half the KV heads (`--model gqa`, random weights),
-which offers no hidden state. All pools take the same bytes, so that one of 8 bits has more blocks. Each arm has a
-server of its own; every seed's requests arrive at the same times in each. Admitted are requests of a burst that ran at
-once before the first was preempted. Attainment counts requests whose first token came within the TTFT limit and whose
-nearest-rank P99 gap is within the TBT limit; those refused with 429 count as missed. Recomputed are the tokens that
-the server computed beyond one pass over every answered request.
+Live, the packaged demo model (as many KV heads as heads), and one with half the KV heads (`gqa`, random weights), which
+offers no hidden state. All pools take the same bytes, so that one of 8 bits has more blocks. Each arm has a server of
+its own; every seed's requests arrive at the same times in each. Rates are multiples of the answers a second of a burst,
+by arrival with a cache of 16 bits. Attainment counts requests whose first token came within the TTFT limit and whose
+nearest-rank P99 gap is within the TBT limit; those refused with 429 count as missed. Recomputed are the tokens that the
+server computed beyond one pass over every answered request. `--virtual` runs the same arms on simulated GPUs, see
+`benchmarks.pressure_virtual`.
 """
 
 import argparse
@@ -14,7 +14,8 @@ import asyncio
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,45 +26,47 @@ from benchmarks.figures import percentile
 from benchmarks.frame import Table
 from benchmarks.live import PACKAGED, Watch, metrics_page, plan_for, read_metric, run, server, wait_quiet
 from benchmarks.machine import describe
+from benchmarks.pressure_virtual import POLICIES, run_virtual
 from engine.models.byte_cells import slice_elements
 from engine.models.spec import load_spec
 from loadgen.arrivals import constant_rate, schedule
 from loadgen.metrics import Slo
 from loadgen.records import RequestRecord
-from loadgen.stats import stream
+from loadgen.stats import stream, wilson
 from loadgen.workloads import fixed
+from predictor.slo import SLO
 
-PROMPT, OUTPUT = 192, 192
+TOKENS, VIRTUAL_TOKENS = 192, 512
+"""Mean prompt and output tokens live and on the virtual clock, whose machines have 20 times the cache."""
 BLOCK_SIZE = 16
 INT8 = "--kv-cache-dtype=int8"
 HOST = "--swap-space=0.25"
-STORES = {"KV": (), "host": (HOST,), "KV8": (INT8,), "KV8 host": (HOST, INT8)}
+FLAGS = {"16 bits": (), "16 bits, host": (HOST,), "int8": (INT8,), "int8, host": (HOST, INT8)}
 ARMS = {
-    f"{policy}, {store}": (f"--online-policy={policy}", *flags)
-    for policy in ("fcfs", "apt", "goodput", "goodput-strict")
-    for store, flags in STORES.items()
-} | {"goodput-strict, hybrid": ("--online-policy=goodput-strict", "--overload=hidden")}
+    f"{policy}, {cache}": (f"--online-policy={policy}", *flags) for cache, flags in FLAGS.items() for policy in POLICIES
+} | {"goodput-strict, 16 bits, hidden": ("--online-policy=goodput-strict", "--overload=hidden")}
 """The arms: flags of their servers."""
+FIRST = "fcfs, 16 bits"
+"""The arm whose burst sets the rates."""
+MODELS = ("gqa", "demo")
 GQA_HEADS = 2
 """KV heads of the model `gqa`, of four heads."""
 SAMPLE_SECONDS = 0.5
 BURST = 32
 COUNTED = ("preemptions", "prefill_tokens", "decode_tokens")
 MOVED = ("swap_out", "swap_in", "restore")
-HIDDEN, RUNNING, PREEMPTED = "tidemill_hidden_blocks", "tidemill_requests_running", "tidemill_preemptions_total"
+HIDDEN = "tidemill_hidden_blocks"
 
 
 @dataclass(slots=True)
 class PressureRun:
-    """One seed of one arm. `counts`: growth of the server's counters; `hidden_blocks`: the gauge, as sampled;
-    `admitted`: the most requests seen to run before one was preempted."""
+    """One seed of one arm. `counts`: growth of the server's counters; `hidden_blocks`: the gauge, as sampled."""
 
     prompt: int
     output: int
     answers: list[RequestRecord] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     hidden_blocks: list[float] = field(default_factory=list)
-    admitted: float = 0.0
 
     @property
     def recomputed(self) -> float:
@@ -95,19 +98,14 @@ def counters(page: str) -> dict[str, float]:
 async def run_seed(url: str, arrivals: Sequence[float], seed: int, prompt: int, output: int) -> PressureRun:
     """Send what arrives, wait for every answer, read the counters before and after."""
     await wait_quiet(url)
-    watch = Watch((HIDDEN, RUNNING, PREEMPTED), SAMPLE_SECONDS)
+    watch = Watch((HIDDEN,), SAMPLE_SECONDS)
     before = counters(await metrics_page(url))
     online = fixed(1, prompt, output).at(np.asarray(arrivals, dtype=np.float64))
     records = await run(plan_for(url, seed, online=online), watch)
     after = counters(await metrics_page(url))
     counts = {name: after[name] - before[name] for name in after}
-    hidden, running, preempted = ([value for _, value in watch.seen.get(name, [])] for name in watch.names)
-    return PressureRun(prompt, output, records.requests, counts, hidden, most_before(running, preempted))
-
-
-def most_before(running: Sequence[float], preempted: Sequence[float]) -> float:
-    """The most that ran at once, of samples before the second counter began to grow."""
-    return max((many for many, lost in zip(running, preempted, strict=True) if lost == preempted[0]), default=0.0)
+    hidden = [value for _, value in watch.seen.get(HIDDEN, [])]
+    return PressureRun(prompt, output, records.requests, counts, hidden)
 
 
 def blocks_of(folder: Path, blocks: int, flags: Sequence[str]) -> int:
@@ -129,20 +127,21 @@ def answered_rate(burst: PressureRun) -> float:
 
 
 TABLE = Table({
-    "arm": "34", "seed": ">4", "requests": "d", "refused": "d", "attained": ".1%", "TTFT P50": "9.0f", "P99 ms": "8.0f",
-    "TBT P50": "8.1f", "TBT P99": "8.1f", "preempted": ".0f", "recomputed": ".0f", "out": "6.0f", "in": "6.0f",
-    "restored": ".0f", "hidden": "7.1f",
+    "arm": "44", "requests": "d", "refused": "d", "attained": ".1%", "low": ".1%", "high": ".1%", "TTFT P50": "9.0f",
+    "P99 ms": "8.0f", "TBT P50": "8.1f", "TBT P99": "8.1f", "preempted": ".0f", "recomputed": ".0f", "out": "6.0f",
+    "in": "6.0f", "restored": ".0f", "hidden": "7.1f",
 })  # fmt: skip
 
 
-def show(name: str, seed: str, runs: Sequence[PressureRun], ttft: float, tbt: float) -> str:
-    """A line of the table, latencies and attainment pooled over the runs, counts added up; `hidden`: blocks that run
-    from hidden state, on average."""
+def show(name: str, runs: Sequence[PressureRun], ttft: float, tbt: float) -> str:
+    """A line of the table, latencies and attainment (with its 95 % interval) pooled over the runs, counts added up;
+    `hidden`: blocks that run from hidden state, on average."""
     answers = [answer for run in runs for answer in run.answers]
     firsts = [answer.ttft for answer in answers if answer.ttft is not None]
     gaps = np.concatenate([answer.gaps() for answer in answers])
     slo = Slo((("ttft", ttft), ("tbt_p99", tbt)))
-    good = sum(map(slo.good, answers)) / len(answers)
+    good = sum(map(slo.good, answers))
+    shares = (good / len(answers), *wilson(good, len(answers)))
     counts = {key: sum(run.counts[key] for run in runs) for key in runs[0].counts}
     sampled = [value for run in runs for value in run.hidden_blocks]
     times = [percentile(values, rank) * 1e3 for values in (firsts, gaps) for rank in (50, 99)]
@@ -150,71 +149,89 @@ def show(name: str, seed: str, runs: Sequence[PressureRun], ttft: float, tbt: fl
     moved = [counts[key] for key in MOVED]
     hidden = sum(sampled) / max(len(sampled), 1)
     refused = len(answers) - len(firsts)
-    return TABLE.line(
-        name, seed, len(answers), refused, good, *times, counts["preemptions"], recomputed, *moved, hidden
-    )
+    return TABLE.line(name, len(answers), refused, *shares, *times, counts["preemptions"], recomputed, *moved, hidden)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks pressure", description=__doc__)
-    parser.add_argument("--model", choices=("demo", "gqa"), default="demo")
-    parser.add_argument("--rate", type=float, help="requests a second (default: by --load)")
+    parser.add_argument("--virtual", action="store_true", help="all arms on the virtual clock of simulated GPUs")
+    parser.add_argument("--model", choices=MODELS, action="append", help="repeatable (default: all)")
+    parser.add_argument("--arms", default=";".join(ARMS), help=f"live, separated by ';' (default: {'; '.join(ARMS)})")
+    parser.add_argument("--rate", type=float, nargs="+", help="requests a second (default: by --load)")
     parser.add_argument(
-        "--load", type=float, default=1.2, help="the rate as a multiple of the first arm's answers/s in a burst"
+        "--load", type=float, nargs="+", default=[1.2, 1.8], help="multiples of a burst's answers/s (default: 1.2 1.8)"
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="of arrivals, for each seed of each arm")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=128, help="blocks of KV in the pool, 16 tokens each")
-    parser.add_argument("--prompt", type=int, default=PROMPT)
-    parser.add_argument("--output", type=int, default=OUTPUT)
+    parser.add_argument("--requests", type=int, default=120, help="for each seed and rate of each arm (default: 120)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lengths", choices=("fixed", "chat"), help="chat: ShareGPT's spread (--virtual only)")
+    parser.add_argument("--blocks", type=int, default=128, help="live: blocks of KV in the pool, 16 tokens each")
+    parser.add_argument("--prompt", type=int, help=f"mean tokens (default: {TOKENS}, --virtual {VIRTUAL_TOKENS})")
+    parser.add_argument("--output", type=int, help="the same for answers")
     parser.add_argument("--ttft", type=float, default=1.0, help="TTFT limit in seconds")
     parser.add_argument("--tbt", type=float, default=0.1, help="limit on the P99 of a request's gaps in seconds")
     parser.add_argument("--profile-seconds", type=float, default=8.0)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    tokens = VIRTUAL_TOKENS if args.virtual else TOKENS
+    args.prompt, args.output = args.prompt or tokens, args.output or tokens
+    args.model, args.arms = args.model or list(MODELS), [arm.strip() for arm in args.arms.split(";")]
+    if unknown := set(args.arms) - ARMS.keys():
+        parser.error(f"unknown arms {', '.join(sorted(unknown))}; known: {'; '.join(ARMS)}")
+    if args.lengths == "chat" and not args.virtual:
+        parser.error("--lengths chat needs --virtual")
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
     """Serve, send, print."""
     args = parse(argv)
     slo = f"ttft_p99={args.ttft * 1e3:g}ms,tbt_p99={args.tbt * 1e3:g}ms"
-    print(
-        f"pressure: {args.model}, requests of {args.prompt}/{args.output} tokens, {args.blocks * 16} tokens of cache, "
-        f"SLO {slo}; {describe()}",
-        flush=True,
-    )
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        flags = (
-            *model_folder(folder, args.model),
-            f"--slo={slo}",
-            f"--profile-seconds={args.profile_seconds}",
-            "--dtype=bfloat16",
-            f"--max-model-len={args.prompt + args.output}",
-            f"--state-dir={folder / 'state'}",
-        )
-        found = {arm: run_arm(args, folder, arm, flags) for arm in ARMS}
-    print(TABLE.heading)
-    for arm, runs in found.items():
-        print(show(arm, "all", runs, args.ttft, args.tbt))
+    print(f"pressure: requests of {args.prompt}/{args.output} tokens, SLO {slo}; {describe()}", flush=True)
+    if args.virtual:
+        run_virtual(args, SLO.parse(slo))
+        return
+    for model in args.model:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            flags = (
+                *model_folder(folder, model),
+                f"--slo={slo}",
+                f"--profile-seconds={args.profile_seconds}",
+                "--dtype=bfloat16",
+                "--enable-prefix-caching",
+                f"--max-model-len={args.prompt + args.output}",
+                f"--state-dir={folder / 'state'}",
+            )
+            base = 1.0 if args.rate else burst_rate(args, folder, flags)
+            rates = args.rate or [load * base for load in args.load]
+            print(f"{model}: {' and '.join(f'{rate:.2f}' for rate in rates)} requests/s\n{TABLE.heading}", flush=True)
+            for arm in args.arms:
+                run_arm(args, folder, arm, flags, rates)
 
 
-def run_arm(args: argparse.Namespace, folder: Path, arm: str, flags: Sequence[str]) -> list[PressureRun]:
-    """All seeds of an arm, a line for each."""
-    runs: list[PressureRun] = []
+@contextmanager
+def arm_server(args: argparse.Namespace, folder: Path, arm: str, flags: Sequence[str]) -> Iterator[str]:
+    """Serve an arm after a few requests that warm it up; yields the URL."""
     pool = f"--num-gpu-blocks-override={blocks_of(folder, args.blocks, ARMS[arm])}"
     with server(folder, 0, *flags, pool, *ARMS[arm]) as url:
-        asyncio.run(run_seed(url, [0.2 * i for i in range(8)], 0, args.prompt, args.output))  # nothing is cold
-        burst = asyncio.run(run_seed(url, [0.0] * BURST, 100, args.prompt, args.output))
-        print(f"  {arm:22} {burst.admitted:.0f} of a burst of {BURST} admitted before the first preemption", flush=True)
-        if args.rate is None:
-            args.rate = args.load * answered_rate(burst)
-            print(f"{args.rate:.2f} requests/s for {args.seconds:g} s", flush=True)
-        for seed in range(1, args.seeds + 1):
-            random = stream(seed, "arrivals")
-            arrivals = schedule(constant_rate(args.rate), "poisson", random, duration=args.seconds)
-            runs.append(asyncio.run(run_seed(url, list(arrivals), seed, args.prompt, args.output)))
-            print("  " + show(arm, str(seed), runs[-1:], args.ttft, args.tbt), flush=True)
-    return runs
+        asyncio.run(run_seed(url, [0.2 * i for i in range(8)], 0, args.prompt, args.output))
+        yield url
+
+
+def burst_rate(args: argparse.Namespace, folder: Path, flags: Sequence[str]) -> float:
+    """Return the answers a second of a burst, by arrival with a cache of 16 bits."""
+    with arm_server(args, folder, FIRST, flags) as url:
+        return answered_rate(asyncio.run(run_seed(url, [0.0] * BURST, 100, args.prompt, args.output)))
+
+
+def run_arm(args: argparse.Namespace, folder: Path, arm: str, flags: Sequence[str], rates: Sequence[float]) -> None:
+    """Run all seeds of an arm at each rate, and print a line for the cell."""
+    with arm_server(args, folder, arm, flags) as url:
+        for rate in rates:
+            runs: list[PressureRun] = []
+            for seed in range(1, args.seeds + 1):
+                arrivals = schedule(constant_rate(rate), "poisson", stream(seed, "arrivals"), count=args.requests)
+                runs.append(asyncio.run(run_seed(url, list(arrivals), seed, args.prompt, args.output)))
+            print(show(f"{arm} at {rate:.2f}/s", runs, args.ttft, args.tbt), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
+from engine.client import EngineStats
 from engine.config import EngineConfig
 from engine.virtual import Arrival, VirtualRecord, VirtualRun
 from gateway.config import ServerConfig
@@ -139,7 +140,7 @@ def test_refused_and_unfinished_requests_are_no_good_ones() -> None:
         record(9.0, (9.1, 9.2), ended=9.2),  # behind the window
     ]
     run = VirtualRun(records, offline_tokens=1000, offline_output_tokens=100, offline_ended=7, end=10.0)
-    arm = measured(Ran(run, (1.0, 6.0), 0.0), SLO.parse("ttft_p99=500ms,tbt_p99=200ms,ttft_mean=2s"))
+    arm = measured(Ran(run, (1.0, 6.0), EngineStats()), SLO.parse("ttft_p99=500ms,tbt_p99=200ms,ttft_mean=2s"))
     assert (arm.requests, arm.refused, arm.unfinished, arm.judged) == (5, 1, 2, {"default": (1, 5)})
     assert arm.shares == {"ttft_p99": 0.2, "tbt_p99": 0.4}
     assert arm.seconds == 5.0 and arm.metrics["offline_throughput"] == 200.0

@@ -16,14 +16,12 @@ from engine.scheduling.report import report_stats
 from engine.virtual import VirtualDriver, VirtualRun
 from loadgen import traces, workloads
 from loadgen.arrivals import Process
-from loadgen.simulation.gpu import fit_device
+from loadgen.simulation.gpu import fit_device, int8_share
 from loadgen.simulation.run import Metrics, Row, rows_of
 
 HIDDEN_SHARE = 2
 """KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
 HOST_BYTES = 64 * 2**30
-SCALE_BYTES = 2
-"""Of each token and head, beside K, and V, in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +92,7 @@ def _in_8_bits(machine: Machine, cache: str) -> Machine:
     """Return the machine with a cache of 8 bits if `cache` says so; scales take their part of the memory."""
     if cache != "int8":
         return machine
-    scales = SCALE_BYTES / machine.device.model.head_dim
-    device = replace(machine.device, cell_share=(1.0 + scales) / 2)
+    device = replace(machine.device, cell_share=int8_share(machine.device.model))
     config = replace(machine.config, num_units=device.num_units(machine.config.block_size))
     return replace(machine, device=device, config=config, predictor=fit_device(device, config, config.seed)[0])
 

@@ -25,8 +25,8 @@ TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1, "nu
 SHORT = ["--seconds", "6", "--rate", "2"]
 PROGRAMS: dict[str, tuple[list[str], str]] = {
     "colocation": ([*SHORT, "--seeds", "1", "--arms", "online only,tidemill"], "attainment beside offline work"),
-    "pressure": (["--seconds", "1", "--seeds", "1", "--rate", "4", "--prompt", "32", "--output", "16",
-                  "--profile-seconds", "1"], "goodput-strict, hybrid"),
+    "pressure": (["--requests", "4", "--seeds", "1", "--rate", "4", "--prompt", "32", "--output", "16",
+                  "--model", "demo", "--profile-seconds", "1"], "goodput-strict, 16 bits, hidden"),
     "sim-vs-live": (["--seconds", "8", "--rounds", "1"], "offline_throughput"),
     "serving": (["--rounds", "1", "--vllm", ""], "tidemill"),
     "colocation-peers": ([*SHORT, "--seeds", "1", "--layers", "2", "--learning", "2"], "tidemill, batch"),

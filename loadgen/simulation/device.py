@@ -19,7 +19,15 @@ from engine.scheduling.output import Collect, ModelRunner, SchedulerOutput
 from engine.speculation.trace import DraftTrace, DraftTraces
 from engine.virtual import PredictedRunner
 from loadgen import InputError
-from loadgen.simulation.gpu import DEVICES, MODELS, ModelShape, SimulatedDevice, SimulatedRunner, fit_device
+from loadgen.simulation.gpu import (
+    DEVICES,
+    MODELS,
+    ModelShape,
+    SimulatedDevice,
+    SimulatedRunner,
+    fit_device,
+    int8_share,
+)
 from loadgen.simulation.policies import find_policy
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
@@ -114,7 +122,8 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
     if device not in DEVICES:
         raise InputError(f"unknown device {device!r}: use {', '.join(sorted(DEVICES))}")
     seqs, tokens = step_limits(config)
-    simulated = SimulatedDevice(shape, DEVICES[device], config.gpu_memory_utilization, max_num_batched_tokens=tokens)
+    share = int8_share(shape) if config.kv_cache_dtype == "int8" else 1.0
+    simulated = SimulatedDevice(shape, DEVICES[device], config.gpu_memory_utilization, tokens, share)
     try:
         units = simulated.num_units(BLOCK_SIZE)
         if is_wide(units // UNITS_PER_BLOCK * BLOCK_SIZE, shape.max_model_len):
@@ -124,7 +133,8 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
     except ValueError as error:
         raise InputError(str(error)) from None
     config = replace(config, max_num_seqs=seqs, max_num_batched_tokens=tokens)
-    room = _room(config, units, shape.max_model_len, BLOCK_SIZE * shape.kv_bytes_per_token // UNITS_PER_BLOCK, seed)
+    unit_bytes = int(BLOCK_SIZE * simulated.kv_bytes_per_token) // UNITS_PER_BLOCK
+    room = _room(config, units, shape.max_model_len, unit_bytes, seed)
     costs = simulated.cache_costs()
     if config.hidden_cache:
         if shape.hidden_size > shape.num_kv_heads * shape.head_dim:

@@ -131,6 +131,15 @@ DEVICES = {
 }
 
 
+SCALE_BYTES = 2
+"""Bytes of the scale of each token and head in a cache of 8 bits, for K and for V."""
+
+
+def int8_share(model: ModelShape) -> float:
+    """Return the room of K and V in 8 bits, with their scales, relative to 16 bits."""
+    return (1.0 + SCALE_BYTES / model.head_dim) / 2
+
+
 SIMULATED_TOKEN = 0
 """Token sampled by every simulated step. A request with it as a stop token ends at its `min_tokens`, the true length,
 which the scheduler does not see."""

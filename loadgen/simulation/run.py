@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
+from engine.client import EngineStats
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.report import report_stats
@@ -51,12 +52,22 @@ class Policies:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A run, its measure window in seconds, the share of prompt tokens found in the cache, and tokens per decode."""
+    """A run, its measure window in seconds, and the engine's statistics at its end."""
 
     run: VirtualRun
     window: tuple[float, float]
-    prefix_hits: float
-    tokens_per_decode: float = 1.0
+    stats: EngineStats
+
+    @property
+    def prefix_hits(self) -> float:
+        """Return the share of prompt tokens found in the cache."""
+        return self.stats.prefix_hit_tokens / max(self.stats.prefix_queried_tokens, 1)
+
+    @property
+    def tokens_per_decode(self) -> float:
+        """Return the tokens per decode, with accepted drafts."""
+        decodes = self.stats.decode_tokens - self.stats.accepted_tokens
+        return self.stats.decode_tokens / decodes if decodes else 1.0
 
 
 def simulate(
@@ -109,10 +120,7 @@ def run_workload(
     backlog = policies.backlog or 2 * config.max_num_seqs
     driver = VirtualDriver(core, runner, arrivals, offline, backlog=backlog, window=measured)
     run = driver.run(end, drain=windows.drain if drain else 0.0)
-    stats = report_stats(core.state)
-    hits = stats.prefix_hit_tokens / stats.prefix_queried_tokens if stats.prefix_queried_tokens else 0.0
-    decodes = stats.decode_tokens - stats.accepted_tokens
-    return Ran(run, measured, hits, stats.decode_tokens / decodes if decodes else 1.0)
+    return Ran(run, measured, report_stats(core.state))
 
 
 def _make_core(
