@@ -121,12 +121,16 @@ def arms_of(engine: Engine) -> list[Arm]:
     return [Arm("tidemill, flex", engine, "flex"), Arm("tidemill, batch", engine, JOB)]
 
 
-def points_of(args: argparse.Namespace) -> list[Engine]:
-    """Return the peers: vLLM once at its default settings, with `--sweep` once for each point of the grid."""
-    if not args.sweep or not args.vllm:
-        return finders.found(args)
-    grid = [(tokens, rows) for tokens, rows in product(args.tokens, args.rows) if rows <= tokens]
-    return [finders.vllm(args.vllm, args.threads, args.dtype, tokens=tokens, rows=rows) for tokens, rows in grid]
+def points_of(args: argparse.Namespace, slo: str) -> list[Engine]:
+    """Return the peers: vLLM at its default settings, with `--sweep` also at each point of the grid, and with
+    `--plugin` also with the scheduler of tidemill."""
+    peers = finders.found(args)
+    if args.vllm and args.sweep:
+        grid = [(tokens, rows) for tokens, rows in product(args.tokens, args.rows) if rows <= tokens]
+        peers += [finders.vllm(args.vllm, args.threads, args.dtype, tokens=tokens, rows=rows) for tokens, rows in grid]
+    if args.vllm and args.plugin:
+        peers.append(finders.vllm_with_plugin(args.vllm, args.threads, args.dtype, slo))
+    return peers
 
 
 def compare(arms: Sequence[Arm], folder: Path, args: argparse.Namespace, **settings: Any) -> None:
@@ -219,6 +223,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--loads", type=loads_of, default=("steady",), help=f"some of {', '.join(LOADS)}")
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model, fewer on a slow machine")
     parser.add_argument("--sweep", action="store_true", help="measure vLLM at every pair of --tokens and --rows")
+    parser.add_argument("--plugin", action="store_true", help="measure vLLM with the scheduler of integrations/vllm")
     parser.add_argument("--tokens", type=numbers_of, default=(64, 128, 256, 512, 2048), help="vLLM's tokens a step")
     parser.add_argument("--rows", type=numbers_of, default=(4, 16, 64), help="vLLM's rows a step")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write all figures to this file")
@@ -243,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder.mkdir()
         words = make_checkpoint(folder, args.dtype, args.layers)
         ours = finders.tidemill(args.threads, args.dtype, "--slo", slo)
-        arms = [arm for engine in (ours, *points_of(args)) for arm in arms_of(engine)]
+        arms = [arm for engine in (ours, *points_of(args, slo)) for arm in arms_of(engine)]
         compare(arms, folder, args, source=words)
     report(arms, args.loads, args.ttft, args.tbt)
     if args.output is not None:

