@@ -56,6 +56,7 @@ class Upstream:
     """Maximum number of lines that are sent at once."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client: httpx.AsyncClient | None = None

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from engine.build.plan import plan_launch
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.execution.cuda import backend
 from engine.execution.memory import weight_bytes
-from engine.execution.plan import LaunchPlan
+from engine.execution.plan import COMPACT, LaunchPlan
 from engine.models.checkpoint import load_weights
 from engine.models.compact import BY_TORCH, FEW_ROWS, Blocks, CompactLinear, Tiles, block_weight, check, make_compact
 from engine.models.decoder import Decoder
@@ -133,10 +134,18 @@ OF_32B = QWEN3 | {
     "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "intermediate_size": 25600,
     "quantization_config": {**FORMATS["awq"].config, "group_size": 128}, "torch_dtype": "float16",
 }  # fmt: skip
+OF_30B_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "intermediate_size": 6144, "quantization_config": {**FORMATS["awq"].config, "group_size": 128},
+}  # fmt: skip
 OF_8B = QWEN3 | {
     "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288,
     "quantization_config": {**FORMATS["fp8 in blocks"].config, "weight_block_size": [128, 128]},
 }  # fmt: skip
+
+OF_8B_FLOATS = {name: value for name, value in OF_8B.items() if name != "quantization_config"}
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -146,20 +155,61 @@ OF_8B = QWEN3 | {
         (OF_32B, 24, (8, 9), "stored int4", (18.5e9, 20e9)),
         (OF_32B, 80, (7, 5), "none", (65e9, 66e9)),
         (OF_8B, 80, (9, 0), "fp8 blocks", (9.3e9, 9.5e9)),
-        (OF_8B, 80, (8, 9), "none", (16e9, 17e9)),
-        (OF_8B, 16, (8, 9), "fp8 blocks", (9.3e9, 9.5e9)),
+        (OF_8B, 80, (8, 0), "none", (16e9, 17e9)),
+        (OF_8B, 16, (8, 0), "fp8 blocks", (9.3e9, 9.5e9)),
+        (OF_8B, 16, (8, 9), "fp8", (8.6e9, 8.9e9)),
+        (OF_8B, 180, (10, 0), "fp8", (8.6e9, 8.9e9)),
+        (OF_30B_MOE, 80, (9, 0), "stored int4", (59e9, 60e9)),
     ],
 )
 def test_plans_say_what_stays_packed(
     shape: dict[str, Any], gigabytes: int, arch: tuple[int, int], kind: str, weights: tuple[float, float],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Qwen3-32B-AWQ fits 24 GB; Qwen3-8B-FP8 stays packed where cuBLAS has products of blocks, or nothing else fits."""
+    """Qwen3-32B-AWQ fits 24 GB. Qwen3-8B-FP8 stays packed where cuBLAS has products of blocks, or nothing else fits.
+
+    It is rounded again where the card multiplies other 8-bit floats. Experts count as unpacked.
+    """
     tiny_models.write_config(tmp_path, tiny_models.llama_config(**shape))
     (tmp_path / "model.safetensors").touch()
     plan = plan_on_gpu(monkeypatch, tmp_path, gigabytes, arch)
     assert plan.quantization == kind and weights[0] < plan.weight_bytes < weights[1]
-    assert plan.num_blocks > 50 and ("as they are stored" in plan.notes[-1]) is (kind != "none")
+    assert plan.num_blocks > 50 and ("as they are stored" in plan.notes[-1]) is (kind in COMPACT)
+    assert ("unpacked at load and rounded again" in plan.notes[-1]) is (kind == "fp8")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("shape", "gigabytes", "arch", "message"),
+    [
+        (
+            OF_30B_MOE,
+            24,
+            (8, 9),
+            r"take 55\.\d+ GiB \(AWQ.*: its experts are unpacked to bfloat16\), .* has 19",
+        ),
+        (
+            OF_8B_FLOATS,
+            16,
+            (8, 9),
+            r"15\.\d+ GiB, and the GPU has 12.*--offload-weights.*--quantization fp8 \(8\.2",
+        ),
+        (
+            OF_8B_FLOATS,
+            16,
+            (8, 0),
+            r"use a smaller checkpoint or a larger GPU, or set --offload-weights .*batches$",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_with_both_sizes(
+    shape: dict[str, Any], gigabytes: int, arch: tuple[int, int], message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    tiny_models.write_config(tmp_path, tiny_models.llama_config(**shape))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=message):
+        plan_on_gpu(monkeypatch, tmp_path, gigabytes, arch)
 
 
 def test_planned_bytes_are_those_of_the_layers(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_a_kernel_that_fails_at_start_is_named_and_replaced(monkeypatch: pytest.
     said: list[str] = []
     config = replace(config, kernels="no-graphs")
     runner, plan = build.build_runner(config, plan_on_cpu(config), said.append)
-    assert plan.twins == ("silu_and_mul",) and plan.faults == tuple(line for line in said if "the kernel" in line)
+    assert plan.twins == ("silu_and_mul",) and plan.faults == tuple(line for line in said if "the kernel s" in line)
     assert "torch's silu_and_mul" in backend.CudaBackend().fingerprint(plan)
     new = NewRequest(0, "a", (1, 2, 3), 3, SamplingParams(max_tokens=2, temperature=0.0), _kv(0))
     output = runner.launch(SchedulerOutput(0, (Chunk(0, 0, 3, True),), (new,)))()
@@ -315,3 +315,24 @@ def test_a_gpu_without_a_working_driver_is_not_ignored(monkeypatch: pytest.Monke
     assert find_backend("cpu").name == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert find_backend("auto").name == "cpu"
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_device_without_memory_ends_the_start_with_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB.\nmore"
+        )
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 10**10))
+    monkeypatch.setattr("engine.build.runner._load", full)
+    monkeypatch.setattr("engine.build.runner._test_family", lambda *_: None)
+    expected = r"no memory left .* weights take 0.00 GiB: CUDA out of memory. Tried to allocate 2.00 GiB; use a smaller"
+    with pytest.raises(ConfigError, match=expected):
+        build.build_engine(tiny(tmp_path))
+
+
+def test_another_maker_s_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "built for ROCm; only NVIDIA GPUs" in str(backend.CudaBackend().absence())

@@ -1,5 +1,6 @@
 """Mixtures of experts: our layers of a GPU and our experts of transformers' modules against transformers."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_transformers
 import torch
-from dry_device import dry_device
+from dry_device import WouldWaitError, dry_device
 from test_cuda_backend import on_a_gpu  # noqa: F401 - a fixture
 from test_cuda_runner import MetaTensors, driver_of
 from test_dry_device import counts_of, make_runner
@@ -59,6 +60,28 @@ def test_no_step_with_experts_waits_for_the_device(name: str, tmp_path: Path, mo
         assert runner.device.num_graphs == runner.device.num_shapes
         dry.sealed = True
         assert [each["graphs"] for each in counts_of(dry, runner, "greedy")] == [1] * 5
+    with dry_device(89) as dry:
+        with pytest.raises(WouldWaitError, match="offsets of groups"):
+            make_runner(load_spec(tmp_path))  # no capture may wait
+        with pytest.raises(WouldWaitError, match="offsets of groups"):
+            counts_of(dry, make_runner(load_spec(tmp_path), graphs=False), "greedy")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(("arch", "graphs"), [((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
+def test_a_capture_that_must_fail_is_not_tried(
+    arch: tuple[int, int], graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 10**10))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: arch)
+    tiny_transformers.save_config("qwen3_moe", tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "torch_dtype": "bfloat16"}))
+    plan = plan_launch(EngineConfig(model=str(tmp_path), load_format="dummy"))
+    line = (
+        f"steps run without CUDA graphs: torch multiplies experts one by one on compute capability {arch[0]}.{arch[1]}"
+    )
+    assert plan.implementation == "own" and plan.graphs is graphs and (line in plan.notes) is not graphs
 
 
 @pytest.mark.usefixtures("on_a_gpu")

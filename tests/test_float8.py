@@ -23,6 +23,7 @@ from engine.execution.cuda.backend import CudaBackend
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.limits import Limits
+from engine.models import compact
 from engine.models.checkpoint import load_weights
 from engine.models.compact import FLOAT8, Float8Linear, RoundedRows, Rounding, make_float8, round_rows, scale_rows
 from engine.models.decoder import Decoder, product
@@ -360,11 +361,35 @@ def test_elsewhere_stored_floats_are_unpacked_and_a_line_says_why(gpu, tmp_path:
         plan = plan_launch(EngineConfig(model=str(tmp_path / "rows"), device="cpu", quantization=quantization))
         assert plan.quantization == quantization and not plan.stored
     gpu((9, 0))
-    cases = [("blocks", {}, "on compute capability 9.0"), ("rows", {"dtype": "float16"}, "not of float16")]
-    for name, options, why in cases:
-        plan = plan_launch(EngineConfig(model=str(tmp_path / name), **options))
-        assert plan.quantization == "none" and not plan.stored and plan.notes[-1].endswith(why)
+    plan = plan_launch(EngineConfig(model=str(tmp_path / "rows"), dtype="float16"))
+    assert plan.quantization == "none" and not plan.stored and plan.notes[-1].endswith("not of float16")
+    plan = plan_launch(EngineConfig(model=str(tmp_path / "blocks")))
+    assert plan.quantization == "fp8" and plan.notes[-1].endswith("unpacked at load and rounded again")
+    assert not plan.stored, "products are of blocks of 128 x 128, and these are smaller"
     assert plan_launch(EngineConfig(model=str(tmp_path / "rows"), offload_weights="1")).quantization == "none"
     gpu((8, 6))
+    plan = plan_launch(EngineConfig(model=str(tmp_path / "blocks")))
+    assert plan.quantization == "none" and plan.notes[-1].endswith("on compute capability 9.0")
     plan = plan_launch(EngineConfig(model=str(tmp_path / "rows")))
     assert plan.quantization == "none" and "compute capability 8.6 is older than 8.9" in plan.notes[-1]
+
+
+def test_a_product_that_the_device_refuses_is_named_and_its_weights_are_unpacked(
+    gpu, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Tensor) -> Tensor:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling cublasLtMatmul")
+
+    gpu((12, 0))
+    config = EngineConfig(model=folder, load_format="dummy", quantization="fp8")
+    plan = replace(plan_launch(config), device="cpu")
+    lines: list[str] = []
+    sound, make = CudaBackend().prepare(config, plan, lines.append)
+    assert not lines and not sound.faults
+    monkeypatch.setattr(compact, "_as_floats", refused)
+    plan, make = CudaBackend().prepare(config, plan, lines.append)
+    assert lines == list(plan.faults)
+    assert "the product of 8-bit floats raised RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED; each call" in lines[0]
+    weight, x = (torch.randn(32, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (1, 2))
+    monkeypatch.undo()
+    assert torch.allclose(make(weight)(x), make_float8(weight)(x), atol=0.05, rtol=0.02)

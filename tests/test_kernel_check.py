@@ -1,5 +1,7 @@
 """The check of kernels at start: wrong and raising kernels are found, named, and replaced."""
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from tiny_models import model_folder
 
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.kernel_check import KernelFaults, check_kernels, remembered
+from engine.execution.cuda.kernel_check import FAULT_SECONDS, KernelFaults, check_kernels, remembered
 from engine.limits import Limits
 from engine.models.checkpoint import load_weights
 from engine.models.spec import ModelSpec, load_spec
@@ -143,13 +145,22 @@ def raises_no() -> None:
 
 
 def test_the_result_is_stored_by_what_was_checked(tmp_path: Path) -> None:
-    found, calls = KernelFaults({"draw": "raised"}, "no"), []
+    found, calls, lines = KernelFaults({"draw": "raised"}, "no"), [], list[str]()
 
-    def work() -> KernelFaults:
-        calls.append(1)
-        return found
+    def ask(key: int, result: KernelFaults = found) -> KernelFaults:
+        def work() -> KernelFaults:
+            calls.append(key)
+            return result
 
-    assert [remembered(tmp_path, key, work) for key in ((1,), (1,), (2,))] == [found] * 3 and len(calls) == 2
-    (stored, _) = (tmp_path / "kernels").iterdir()
-    stored.write_text("{")
-    assert remembered(tmp_path, (1,), work) == remembered(tmp_path, (2,), work) == found and len(calls) == 3
+        return remembered(tmp_path, (key,), work, lines.append)
+
+    assert [ask(key) for key in (1, 1, 2)] == [found] * 3 and calls == [1, 2]
+    assert "checking the kernels" in lines[0] and "0.0 hours ago; remove " in lines[1] and len(lines) == 3
+    first = Path(lines[1].partition("remove ")[2].partition(" to check")[0])
+    first.write_text("{")
+    assert ask(1) == ask(2) == found and calls == [1, 2, 1]
+    for path, old in (((tmp_path / "kernels" / each.name), 2 * FAULT_SECONDS) for each in first.parent.iterdir()):
+        os.utime(path, (time.time() - old,) * 2)
+    assert ask(1, KernelFaults()) == KernelFaults() and calls[3:] == [1], "a fault of yesterday is checked again"
+    os.utime(first, (1.0, 1.0))
+    assert ask(1) == KernelFaults() and calls[4:] == [], "a kernel that has passed is not"

@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine import __version__
 from engine.api import SamplingDefaults, SamplingParams
-from engine.build.plan import gib, plan_launch, profile_folder, scheduler_config
+from engine.build.plan import gib, out_of_memory, plan_launch, profile_folder, scheduler_config
 from engine.build.runner import build_runner
 from engine.client import DroppableLayers, EngineInfo
 from engine.colocation.keeper import Colocation
@@ -29,7 +31,7 @@ from engine.colocation.waits import initial_budget, slo_warning
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine import Engine
-from engine.errors import InvalidRequestError, ModelLoadError
+from engine.errors import InvalidRequestError, ModelLoadError, first_line
 from engine.execution import backend as backends
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
@@ -129,8 +131,11 @@ def build_engine(
 
 
 def _build(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> Engine:
-    runner, plan = build_runner(config, plan, say)
-    return _join(config, plan, runner, say)
+    try:
+        runner, plan = build_runner(config, plan, say)
+        return _join(config, plan, runner, say)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(plan, config, first_line(error)) from None
 
 
 def stored_profile(

@@ -236,11 +236,13 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
     if refusal := backend.config_refusal(config):
         raise ConfigError(refusal)
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
+    eager = backend.graph_refusal(spec)
     foreign = choice.implementation == TRANSFORMERS
     _check_model(config, choice, backend, dtype)
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     by_kernels = config.kernels != "torch"
     refusal = backend.refusal(spec, dtype) if by_kernels else None
+    without_graphs = f"steps run without CUDA graphs: {eager}" if eager else None
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
     quantization, unrounded = _quantization(config, choice, backend), None
     if quantization in (STORED_FLOATS, *COMPACT):
@@ -274,13 +276,50 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
         memory_utilization=config.gpu_memory_utilization,
         droppable=config.overload == "drop",
         by_kernels=by_kernels,
-        graphs=config.kernels == "auto",
+        graphs=config.kernels == "auto" and eager is None,
         beside=beside,
-        notes=tuple(filter(None, (by, *spec.notes, note, slow, unrounded, *_notes(spec, max_model_len)))),
+        notes=tuple(
+            filter(None, (by, *spec.notes, note, slow, without_graphs, unrounded, *_notes(spec, max_model_len)))
+        ),
     )
     plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))
+    if (free := backend.room(config.gpu_memory_utilization, beside=beside)) and plan.held_bytes > free:
+        raise ConfigError(f"{_sizes(plan, free)}; {_ways(plan, config, backend)}")
     return with_cache(plan, config, backend.cache_bytes(plan, None))
+
+
+def _sizes(plan: LaunchPlan, free: int) -> str:
+    """Return how the memory of weights compares with the memory of the device."""
+    packing, why = plan.spec.packing, ""
+    if packing is not None:
+        part = "its experts are" if plan.quantization != "none" else "it is"
+        why = f" ({packing.name}: {part} unpacked to {plan.dtype})"
+    return f"the weights take {gib(plan.held_bytes)}{why}, and the GPU has {gib(free)} for weights and cache"
+
+
+def _ways(plan: LaunchPlan, config: EngineConfig, backend: Backend) -> str:
+    """Return what a user can do if the weights of a plan do not fit on the device."""
+    ways = ["use a smaller checkpoint or a larger GPU"]
+    if isinstance(plan.spec, ModelSpec) and plan.spec.experts is None:
+        if plan.offload is None:
+            ways.append("set --offload-weights auto, which streams layers and serves batches")
+        if plan.quantization == "none" and plan.spec.packing is None and backend.float8_refusal() is None:
+            smaller = memory.weight_bytes(plan.spec, torch_dtype("bfloat16"), FLOAT8)
+            ways.append(f"set --quantization fp8 ({gib(smaller)})")
+    if config.gpu_memory_utilization < 0.9:
+        ways.append("raise --gpu-memory-utilization")
+    return ", or ".join(ways)
+
+
+def out_of_memory(plan: LaunchPlan, config: EngineConfig, said: str) -> ConfigError:
+    """Return the error of a start that ran out of device memory. `said`: the message of torch."""
+    backend = backends.find_backend(plan.device)
+    held = f"the weights take {gib(plan.held_bytes)}"
+    return ConfigError(
+        f"the GPU has no memory left while the model is loaded; {held}: {said.partition('. GPU')[0]}; "
+        f"{_ways(plan, config, backend)}, or lower --gpu-memory-utilization if other programs use the GPU"
+    )
 
 
 def _check_model(config: EngineConfig, choice: Choice, backend: Backend, dtype: str) -> None:
@@ -349,9 +388,13 @@ def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str
     if packing.floats and _floats_refusal(config, packing, backend) is None:
         return STORED_FLOATS
     if config.dtype in ("auto", "bfloat16") and (packing.nibbles or packing.blocks):
-        unpacked = memory.weight_bytes(choice.shape, torch_dtype("bfloat16"), "none")
+        has_experts = isinstance(choice.shape, ModelSpec) and choice.shape.experts is not None
+        # experts are unpacked anyway, and beside them the other layers need little memory
+        unpacked = 0 if has_experts else memory.weight_bytes(choice.shape, torch_dtype("bfloat16"), "none")
         if backend.keeps_bits(packing, unpacked, config.gpu_memory_utilization):
             return NIBBLES if packing.nibbles else BLOCKS
+        if packing.blocks and not has_experts and backend.float8_refusal() is None:
+            return FLOAT8  # a scale for each output in place of each block, as the device multiplies them
     if not backend.multiplies_integers or config.hidden_cache:
         return "none"
     return INT4 if packing.nibbles else STORED_INTEGERS if packing.integers else "none"
@@ -368,7 +411,7 @@ def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     if plan.quantization == STORED_FLOATS:
         note += f", {'with the scales of inputs that are stored' if packing.static else 'a scale for each token'}"
     if plan.quantization in COMPACT:
-        note += ", as they are stored"
+        note += ", as they are stored" + (f"; experts unpacked to {plan.dtype}" if plan.own.experts else "")
     if plan.quantization == INT4:
         note += ", in 4 bits as they are stored" if plan.stored else ", unpacked at load and rounded again"
     if plan.quantization == "none":

@@ -49,7 +49,7 @@ def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int
     A quantised linear layer takes one byte per value,
     plus a scale and a sum of 4 bytes each per output; in 4 bits, see `int4_bytes`. Bias, norms and embeddings stay in
     `dtype`, a tied head in addition to the embedding. With stored 8 bits the head stays in `dtype`, as in such
-    checkpoints; with 4 bits it has 8.
+    checkpoints; with 4 bits it has 8. Experts are unpacked to `dtype`, because grouped products take no other type.
     """
     if not isinstance(spec, ModelSpec):
         assert quantization == "none", "only native layers are quantised"
@@ -58,8 +58,9 @@ def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int
     if quantization == "none":
         return spec.num_parameters * dtype.itemsize
     rounds_head = quantization not in STORED
-    sizes = [n * _output_bytes(k, quantization, spec.packing) for n, k in spec.matrices]
-    dense = spec.num_layers * sum(n * k for n, k in spec.matrices)
+    rounded_matrices = spec.matrices if spec.experts is None else spec.matrices[:2]
+    sizes = [n * _output_bytes(k, quantization, spec.packing) for n, k in rounded_matrices]
+    dense = spec.num_layers * sum(n * k for n, k in rounded_matrices)
     if rounds_head and not spec.tie_word_embeddings:
         dense += vocab * hidden
     rounded = spec.num_layers * sum(sizes) + (vocab * (hidden + 8) if rounds_head else 0)

@@ -75,10 +75,14 @@ class Rounding(NamedTuple):
 BY_TORCH = Rounding()
 
 
+RowProduct = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(rows [T, k], scales [T, 1], values [n, k], by_output [n, 1]) -> [T, n] bfloat16."""
+
+
 class Float8Linear(ScaledLinear):
     """A `Linear` with values [n, k] e4m3 and scales [n, 1] float32; input and output are bfloat16.
 
-    `inputs` is the scale [1] float32 of all inputs; None: one scale per token.
+    `inputs` is the scale [1] float32 of all inputs; None: one scale per token. `product`: None: that of the device.
     """
 
     def __init__(
@@ -88,17 +92,20 @@ class Float8Linear(ScaledLinear):
         bias: Tensor | None,
         rounding: Rounding = BY_TORCH,
         inputs: Tensor | None = None,
+        product: RowProduct | None = None,
     ) -> None:
         super().__init__(values, scales, bias, torch.bfloat16)
-        self._rounding, self.inputs = rounding, inputs
+        self._rounding, self.inputs, self._product = rounding, inputs, product
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, rounding: Rounding = BY_TORCH) -> "Float8Linear":
+    def of(
+        cls, weight: Tensor, bias: Tensor | None, rounding: Rounding = BY_TORCH, product: RowProduct | None = None
+    ) -> "Float8Linear":
         """Round a weight [n, k], which is not kept. Raises ValueError if it is not finite."""
         values, scales = round_rows(weight)
         if not bool(scales.isfinite().all()):
             raise ValueError("the weight has values that are not finite")
-        return cls(values, scales, bias, rounding)
+        return cls(values, scales, bias, rounding, product=product)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -108,7 +115,7 @@ class Float8Linear(ScaledLinear):
 
     def product(self, rows: RoundedRows) -> Tensor:
         """Return the product [T, n] for inputs rounded for this layer."""
-        product = _on_device if rows.values.device.type in ("cuda", "meta") else _as_floats
+        product = self._product or (_on_device if rows.values.device.type in ("cuda", "meta") else _as_floats)
         result = product(*rows, self._values, self._scales)
         return result if self._bias is None else result + self._bias
 
@@ -119,21 +126,22 @@ def make_float8(
     *,
     rounding: Rounding = BY_TORCH,
     keeps_floats: bool = False,
+    product: RowProduct | None = None,
     **_gated: bool,
 ) -> Linear:
     """Make a layer (a MakeLinear) from a bfloat16 weight, or from a weight that the checkpoint stores in 8-bit floats.
 
-    `rounding` rounds the inputs. A weight whose sides are not multiples of 16 becomes a plain layer. With
-    `keeps_floats`, so does a weight that is not stored in 8 bits.
+    `rounding` rounds the inputs, and `product` multiplies them. A weight whose sides are not multiples of 16 becomes a
+    plain layer. With `keeps_floats`, so does a weight that is not stored in 8 bits.
     """
     if isinstance(weight, RoundedWeight):
         assert weight.values.dtype == FLOAT8, "integers of a checkpoint must be unpacked before rounding"
-        layer = Float8Linear(weight.values, weight.scales[:, None].contiguous(), bias, rounding, weight.inputs)
+        layer = Float8Linear(weight.values, weight.scales[:, None].contiguous(), bias, rounding, weight.inputs, product)
         return PlainLinear(*layer.dense_from(0)) if _is_odd(weight.values) else layer
     assert isinstance(weight, Tensor), "weights of 4 bits, or in blocks, must be unpacked before rounding"
     if keeps_floats or _is_odd(weight):
         return PlainLinear(weight, bias)
-    return Float8Linear.of(weight, bias, rounding)
+    return Float8Linear.of(weight, bias, rounding, product)
 
 
 def _is_odd(weight: Tensor) -> bool:
@@ -152,6 +160,12 @@ def _as_floats(rows: Tensor, scales: Tensor, values: Tensor, by_output: Tensor) 
     return (rows.float() @ values.float().t() * scales * by_output.t()).to(torch.bfloat16)
 
 
+def unpacked_product(rows: Tensor, scales: Tensor, values: Tensor, by_output: Tensor) -> Tensor:
+    """Compute the same product in bfloat16, which has every e4m3 number, for devices without products of 8 bits."""
+    product = rows.to(torch.bfloat16) @ values.to(torch.bfloat16).t()
+    return (product * scales * by_output.t()).to(torch.bfloat16)
+
+
 FEW_ROWS = 32
 """Rows up to which tiles are multiplied as they are; they are read once for each 8 or 16 rows."""
 _ROW_MULTIPLE = 4
@@ -159,6 +173,7 @@ _ROW_MULTIPLE = 4
 _OUTPUTS, _DEPTH = 8, 16  # of a tile: outputs, and inputs per inner tile
 BLOCK = 128
 """Outputs and inputs of a block that a product takes."""
+_ROUNDED_TOLERANCE = 0.1  # where both sides are rounded to 3 bits of mantissa: 0.036 for random numbers
 _TOLERANCE = 3e-2  # of a product, relative to the root mean square of the results
 
 
@@ -347,12 +362,21 @@ def make_compact(
     return make_linear(weight, bias) if isinstance(weight, Tensor) else make_float8(weight, bias, rounding=rounding)
 
 
-def check(device: torch.device, *, tiles: Tiles | None = None, blocks: Blocks | None = None) -> str:
-    """Return how the products on this device differ from those of unpacked weights, one line; empty if they agree."""
+def check(
+    device: torch.device,
+    *,
+    tiles: Tiles | None = None,
+    blocks: Blocks | None = None,
+    make: Callable[[Tensor], Linear] | None = None,
+) -> str:
+    """Return how the products on this device differ from those of unpacked weights, one line; empty if they agree.
+
+    `make` makes a layer of 8-bit floats, whose inputs are rounded as well.
+    """
     numbers = torch.Generator().manual_seed(0)
-    dense, x = (torch.randn(size, 512, generator=numbers).bfloat16().to(device) for size in (256, FEW_ROWS))
-    batches = [x[:1], x[:3], x]  # libraries have other rules for one row and for odd numbers of rows
     try:
+        dense, x = (torch.randn(size, 512, generator=numbers).bfloat16().to(device) for size in (256, FEW_ROWS))
+        batches = [x[:1], x[:3], x]  # libraries have other rules for one row and for odd numbers of rows
         if tiles is not None:
             packed = pack_weight(dense, 64)
             weight = tiles.weight_of(packed)
@@ -360,6 +384,9 @@ def check(device: torch.device, *, tiles: Tiles | None = None, blocks: Blocks | 
             if not torch.equal(pack_values(weight.values()), packed.values):
                 return "values are lost in tiles of 4 bits"
             error = max(_error(tiles.product(weight, each), each, packed.unpacked()) for each in batches)
+        elif make is not None:
+            error = max(_error(make(dense)(each), each, dense) for each in batches)
+            return "" if error <= _ROUNDED_TOLERANCE else f"differs from unpacked weights by {error:.2g}"
         else:
             assert blocks is not None, "nothing to compare"
             block = block_weight(dense)

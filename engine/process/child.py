@@ -29,9 +29,10 @@ from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes
 from engine.client import LoadReport
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
+from engine.errors import ConfigError, EngineStepError, EngineUnavailableError, ErrorInfo, TidemillError
 from engine.flight import FlightRecorder
 from engine.machine.child import say, serve_socket, settle
+from engine.machine.folders import user_folder
 from engine.panics import as_error
 from engine.process import frames
 from engine.process.frames import Past
@@ -90,6 +91,8 @@ def _planned(plan: Any) -> frames.Planned:
 def build(config: EngineConfig, planned: Plan) -> Engine:
     """Build the engine that `tidemill serve` runs. Raise ConfigError."""
     openmp.announce(config, say)
+    with contextlib.suppress(ConfigError):  # beside the profiles, so that a container keeps both
+        os.environ.setdefault("TRITON_CACHE_DIR", str(user_folder("cache", "--profile-dir") / "triton"))
     module: Any = importlib.import_module("engine.build")  # imports torch
     plan = module.plan_launch(config)
     planned(_planned(plan))

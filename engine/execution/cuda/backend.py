@@ -37,7 +37,7 @@ from engine.models import compact
 from engine.models.checkpoint import load_layers
 from engine.models.compact import BLOCK, Blocks, Tiles, check, make_compact
 from engine.models.decoder import Decoder
-from engine.models.linear import MakeLinear, make_linear
+from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.packing import Packing
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.transformers_model import TransformersModel
@@ -47,6 +47,8 @@ from engine.triton_kernels import Kernels, triton_kernels
 
 log = logging.getLogger("tidemill.engine")
 
+_GROUPED_ARCHS = (9, 10)
+"""Major compute capabilities on which torch multiplies all experts in one grouped product."""
 _STEP_BYTES = 2**30  # estimate of a step's memory besides weights and cache
 _OLDEST_ARCH = (8, 0)
 _BLOCKS_ARCH = (9, 0)
@@ -66,6 +68,8 @@ class CudaBackend(Backend):
     locks_pages = True
 
     def absence(self) -> str | None:
+        if torch.version.hip is not None:
+            return "this torch is built for ROCm; only NVIDIA GPUs are supported"
         return None if torch.cuda.is_available() else "torch finds no CUDA device here"
 
     def unused_devices(self) -> str | None:
@@ -112,15 +116,25 @@ class CudaBackend(Backend):
         plain = plain and parse_offload(config.offload_weights) is None
         return plain and config.overload == "recompute" and torch.cuda.get_device_capability() >= _OLDEST_ARCH
 
+    def graph_refusal(self, spec: ModelShape) -> str | None:
+        """See Backend. Elsewhere torch's grouped product copies the offsets of experts to the host."""
+        major, minor = torch.cuda.get_device_capability()
+        if not isinstance(spec, ModelSpec) or spec.experts is None or major in _GROUPED_ARCHS:
+            return None
+        return f"torch multiplies experts one by one on compute capability {major}.{minor}"
+
     def keeps_bits(self, packing: Packing, unpacked_bytes: int, memory_utilization: float) -> bool:
         """See Backend. Without products of blocks, a step would unpack all of them: only if the weights fit no other
-        way."""
+        way, on cards that do not multiply 8-bit floats at all."""
         capability = torch.cuda.get_device_capability()
         if packing.nibbles:
             return capability >= _OLDEST_ARCH
-        room = self.room(memory_utilization)
-        multiplied = capability == _BLOCKS_ARCH and packing.block == (BLOCK, BLOCK)
-        return packing.blocks and (multiplied or unpacked_bytes > room * memory.WEIGHT_SHARE)
+        if capability == _BLOCKS_ARCH and packing.block == (BLOCK, BLOCK):
+            return packing.blocks
+        needed = self.float8_refusal() is not None and unpacked_bytes > (
+            self.room(memory_utilization) * memory.WEIGHT_SHARE
+        )
+        return packing.blocks and needed
 
     def choose_dtype(self, spec: ModelShape, _config: EngineConfig) -> tuple[str, str | None]:
         if spec.dtype == "bfloat16" and torch.cuda.get_device_capability() < _OLDEST_ARCH:
@@ -188,7 +202,12 @@ class CudaBackend(Backend):
             return plan, make_linear
         if plan.quantization in COMPACT:
             return _compact(config, plan, say)
-        return plan, float8_layers(keeps_floats=plan.quantization == STORED_FLOATS, by_kernels=plan.by_kernels)
+        make = float8_layers(keeps_floats=plan.quantization == STORED_FLOATS, by_kernels=plan.by_kernels)
+        if not (fault := check(torch.device(plan.device), make=partial(make, keeps_floats=False))):
+            return plan, make
+        line = f"the product of 8-bit floats {fault}; each call unpacks the weights, which is slower"
+        say(line)
+        return replace(plan, faults=(*plan.faults, line)), partial(make, product=compact.unpacked_product)
 
     def check_kernels(
         self,
@@ -212,7 +231,7 @@ class CudaBackend(Backend):
 
         faults = remembered(
             folder, (plan.own, plan.precision, plan.limits, graphs, host, scratch, bool(plan.adapters)),
-            lambda: check_kernels(plan.own, plan.limits, triton_kernels(), make, graphs=graphs),
+            lambda: check_kernels(plan.own, plan.limits, triton_kernels(), make, graphs=graphs), say,
         )  # fmt: skip
         for line in faults.lines:
             say(line)
@@ -303,7 +322,7 @@ def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, 
     return None
 
 
-def float8_layers(*, keeps_floats: bool = False, by_kernels: bool = True) -> MakeLinear:
+def float8_layers(*, keeps_floats: bool = False, by_kernels: bool = True) -> partial[Linear]:
     """Return a maker of 8-bit float layers, with kernels for the rounding of inputs if Triton works.
 
     `keeps_floats`: only for weights that are stored in 8-bit floats.

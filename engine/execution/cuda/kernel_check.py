@@ -8,6 +8,7 @@ the engine uses them. A kernel that raises or differs is replaced by its twin.
 import hashlib
 import importlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +30,7 @@ from engine.execution.cuda.device import SLOTS, CudaDevice
 from engine.execution.masks import StepMasks
 from engine.execution.rows import UNKNOWN
 from engine.limits import UNITS_PER_BLOCK, Limits
+from engine.machine.facts import cuda_driver
 from engine.models.attention import PoolView
 from engine.models.byte_cells import ByteSlices, is_bytes
 from engine.models.lora import Delta, Site
@@ -114,15 +116,30 @@ def check_kernels(spec: ModelSpec, limits: Limits, kernels: Kernels, make: MakeD
     return KernelFaults(trial.faults, f"a replay differs from an eager step by {error:.2g}" if differs else "")
 
 
-def remembered(folder: Path, key: Sequence[object], check: Callable[[], KernelFaults]) -> KernelFaults:
-    """Return the result of `check`, stored in the folder by key, card, and versions of libraries and code."""
-    versions = torch.__version__, importlib.import_module("triton").__version__, __version__
+FAULT_SECONDS = 86_400.0
+"""Time for which a fault is remembered: another program may have held the memory, or a new driver mends it."""
+
+
+def remembered(
+    folder: Path, key: Sequence[object], check: Callable[[], KernelFaults], say: Callable[[str], None]
+) -> KernelFaults:
+    """Return the result of `check`, stored in the folder by key, card, and versions of driver, libraries and code.
+
+    Faults are checked again after FAULT_SECONDS.
+    """
+    versions = torch.__version__, importlib.import_module("triton").__version__, __version__, cuda_driver()
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     code = [path.read_bytes() for path in sorted(Path(twins.__file__).parent.glob("*.py"))]
     text = repr((*key, card, *versions)).encode() + b"".join(code)
     path = folder / "kernels" / f"{hashlib.sha256(text).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, TypeError):
-        return KernelFaults(**json.loads(path.read_text()))
+        found, age = KernelFaults(**json.loads(path.read_text())), time.time() - path.stat().st_mtime
+        if not found.lines:
+            return found
+        if 0.0 <= age < FAULT_SECONDS:
+            say(f"faults of kernels found {age / 3600:.1f} hours ago; remove {path} to check them again")
+            return found
+    say("checking the kernels of this GPU; the first time they are compiled, for up to a minute")
     faults = check()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
