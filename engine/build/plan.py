@@ -299,7 +299,7 @@ def _sizes(plan: LaunchPlan, free: int) -> str:
 
 
 def _ways(plan: LaunchPlan, config: EngineConfig, backend: Backend) -> str:
-    """Return what a user can do if the weights of a plan do not fit on the device."""
+    """Return the remedies of a user whose weights do not fit on the device."""
     ways = ["use a smaller checkpoint or a larger GPU"]
     if isinstance(plan.spec, ModelSpec) and plan.spec.experts is None:
         if plan.offload is None:
