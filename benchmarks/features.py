@@ -205,6 +205,19 @@ FEATURES: dict[str, Feature] = {
         ("--num-gpu-blocks-override=2048", "--max-model-len=512", "--profile-seconds=5", *UNLIMITED),
         STREAMED,
     ),
+    "streamed-cache": Feature(
+        "a job whose cache is four times the memory for it, beside weights that stream (HybridServe §4.2)",
+        loads.at_once,
+        {
+            "in memory": Arm(("--num-gpu-blocks-override=128",)),
+            "streamed": Arm(("--num-gpu-blocks-override=512", "--swap-space=1")),
+            "4 x memory": Arm(("--num-gpu-blocks-override=512",)),
+        },
+        RATE,
+        "output tokens/s",
+        ("--offload-weights=0.25", "--max-model-len=512", "--profile-seconds=5", *UNLIMITED),
+        STREAMED,
+    ),
     "modules": Feature(
         "layers of the project and transformers' modules, by tokens/s",
         loads.speeds,

@@ -112,7 +112,8 @@ class EngineConfig:
     swap_space: float | None = _flag(
         None,
         "GiB of host memory for the cache of preempted requests and of chats until their next turn (default: on a "
-        "GPU a quarter of the free memory, at most 16; otherwise 0)",
+        "GPU a quarter of the free memory, at most 16; otherwise 0); with --offload-weights, for the cache of running "
+        "requests, which then streams, too (CPU: in a file)",
     )
     overload: str = _flag(
         "recompute",

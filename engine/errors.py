@@ -9,7 +9,7 @@ TidemillError
 │   ├── QueueFullError          429 + Retry-After: the queue is full, or the TTFT objective is out of reach
 │   └── EngineUnavailableError  503 + Retry-After: the engine is starting, draining or down
 ├── EngineStepError             500: a step with this request failed
-└── WeightReadError             streamed weights could not be read
+└── StreamingError              streamed weights, or a streamed cache, could not be read or written
 
 `ErrorInfo` holds an error as data that can be stored or sent to another process.
 """
@@ -69,8 +69,8 @@ class EngineStepError(TidemillError):
     """A model step that contained this request failed or returned NaN logits."""
 
 
-class WeightReadError(TidemillError):
-    """Streamed weights could not be read, or the read was short."""
+class StreamingError(TidemillError):
+    """Streamed weights, or a streamed cache, could not be read or written."""
 
 
 _KINDS = {kind.__name__: kind for kind in (ConfigError, ModelLoadError, EngineStepError)}

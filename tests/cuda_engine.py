@@ -5,6 +5,7 @@ from driver import Driver
 
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
+from engine.execution.streamed_cache import OpenStore
 from engine.limits import SchedulerConfig
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
@@ -25,6 +26,7 @@ def make_runner(
     *,
     graphs: bool = True,
     adapted: bool = False,
+    store: OpenStore | None = None,
 ) -> Runner[CudaDevice]:
     """`graphs`: where there is a GPU."""
     return Runner(
@@ -37,6 +39,7 @@ def make_runner(
             scratch_blocks=config.scratch_blocks,
             host_units=config.host_units,
             adapted=adapted,
+            **({} if store is None else {"store": store}),
         )
     )
 
@@ -55,6 +58,7 @@ def make_driver(
     policy: str = "fcfs",
     graphs: bool = True,
     adapted: bool = False,
+    store: OpenStore | None = None,
 ) -> CudaDriver:
     config = SchedulerConfig(
         num_units=2 * num_blocks,
@@ -69,5 +73,5 @@ def make_driver(
         scratch_blocks=scratch_blocks,
     )
     torch.set_num_threads(1)
-    runner = make_runner(spec, weights, config, kernels, graphs=graphs, adapted=adapted)
+    runner = make_runner(spec, weights, config, kernels, graphs=graphs, adapted=adapted, store=store)
     return CudaDriver(runner, config, online_policy=policy)

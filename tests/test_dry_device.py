@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import pytest
@@ -24,7 +26,9 @@ from engine.execution.cuda.device import LARGEST_RANK, CudaDevice, Sampling
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.kernel_check import with_twins
 from engine.execution.cuda.modules import KernelAttention
+from engine.execution.cuda.swap import PinnedCache
 from engine.execution.masks import FinishMasks, StepMasks
+from engine.execution.pool import PoolOptions
 from engine.execution.rows import RowTable, chunk_array, decodes_first
 from engine.execution.runner import Runner
 from engine.forms import Grammar
@@ -87,6 +91,7 @@ def make_runner(
     adapted: bool = False,
     host_units: int = 8,
     kernels: Kernels | None = None,
+    **pool: Unpack[PoolOptions],
 ) -> Runner[CudaDevice]:
     """`adapted`: under LoRA adapters."""
     limits = Limits(4, tokens, 64, num_units=60, block_size=BLOCK)
@@ -96,7 +101,7 @@ def make_runner(
     runner = Runner(
         CudaDevice(
             spec, weights, kernels or triton_kernels(), limits, graphs=graphs, scratch_blocks=scratch,
-            host_units=host_units, adapted=adapted,
+            host_units=host_units, adapted=adapted, **pool,
         )
     )  # fmt: skip
     runner.masks = Masks(spec.vocab_size)  # type: ignore[assignment]
@@ -181,6 +186,22 @@ def test_no_step_waits_for_the_device_or_the_compiler(name: str) -> None:
                 continue
             copies = counts[-1]["uploads"], counts[-1]["fetches"], counts[-1]["pins"]
             assert copies == (1, 1 + ("logprobs" in KINDS[kind]), 0), "one copy each way, and one for log-probabilities"
+
+
+@pytest.mark.parametrize("name", ["llama-gqa2", "llama-mha-tied"])
+def test_a_streamed_cache_is_loaded_and_saved_without_a_wait(name: str) -> None:
+    """Layer by layer: in a step of decodes each loads and saves the blocks of its rows."""
+    spec = load_spec(model_folder(name))
+    with dry_device() as dry:
+        runner = make_runner(spec, graphs=False, host_units=0, store=partial(PinnedCache, META))
+        plain = make_runner(spec, graphs=False)
+        dry.sealed = True
+        for kind in (each for each in kinds_of(spec) if not operations(each)):
+            streamed, resident = counts_of(dry, runner, kind), counts_of(dry, plain, kind)
+            for mine, theirs in zip(streamed[1:3], resident[1:3], strict=True):
+                assert not mine["graphs"] and mine["kernels"] == theirs["kernels"]
+                assert mine["uploads"] == theirs["uploads"] + spec.num_layers, "the rows' blocks are side by side"
+                assert mine["fetches"] == theirs["fetches"] + (ROWS - 1) * spec.num_layers
 
 
 @pytest.mark.slow

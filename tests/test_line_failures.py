@@ -35,8 +35,8 @@ from engine.errors import (
     InvalidRequestError,
     QueueFullError,
     RetryableError,
+    StreamingError,
     TidemillError,
-    WeightReadError,
 )
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.failures import COMMON, Cause, cause_of, kind_of, retry_after
@@ -61,7 +61,7 @@ TABLE: list[tuple[BaseException, Cause]] = [
     (MemoryError(), Cause.SYSTEM),
     (NO_THREAD, Cause.SYSTEM),
     (StorageError(), Cause.SYSTEM),
-    (WeightReadError("x"), Cause.SYSTEM),
+    (StreamingError("x"), Cause.SYSTEM),
     (ExceptionGroup("x", [ValueError(), ExceptionGroup("y", [OSError(errno.EMFILE, "x")])]), Cause.SYSTEM),
     (QueueFullError("x"), Cause.BUSY),
     (EngineUnavailableError("x"), Cause.BUSY),

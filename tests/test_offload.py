@@ -27,20 +27,24 @@ from test_runner import BLOCK, CPU, crowd, run_in_waves
 from tiny_models import FAMILY_CASES, FEW_FAMILIES, llama_config, model_folder
 
 from engine.api import EngineRequest, SamplingParams
+from engine.arrays import IntArray
 from engine.build import build_engine, build_runner, plan_launch, profile_key, scheduler_config
 from engine.config import EngineConfig
-from engine.errors import ConfigError, WeightReadError
+from engine.errors import ConfigError, StreamingError
 from engine.execution import offload as offloading
 from engine.execution.cpu import weight_file
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.native.device import NativeDevice
-from engine.execution.cpu.weight_file import WeightFile
+from engine.execution.cpu.weight_file import CacheFile, WeightFile
 from engine.execution.cuda import backend as cuda_backend
 from engine.execution.cuda.device import CudaDevice
-from engine.execution.cuda.swap import PinnedWeights
+from engine.execution.cuda.swap import PinnedCache, PinnedWeights
 from engine.execution.offload import FEWEST_STREAMED, Offload, plan_offload, spread
+from engine.execution.pool import PoolOptions
+from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
-from engine.limits import SchedulerConfig
+from engine.execution.streamed_cache import StreamedCache, step_units
+from engine.limits import Limits, SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, PlainLinear, make_linear
@@ -132,7 +136,7 @@ class FakeTransport:
         place = self._begun.pop(buffer)
         self.asked.append(("wait", place))
         if place in self.broken:
-            raise WeightReadError(f"layer {place} is gone")
+            raise StreamingError(f"layer {place} is gone")
         self.buffers[buffer].copy_(self.kept[place])
 
     def release(self, buffer: int) -> None:
@@ -189,7 +193,7 @@ def test_any_order_and_any_failure_gives_a_layer_itself_or_an_error(order: list[
     for index in order:
         place = layers.streamed.index(index) if index in layers.streamed else None
         if place in broken:
-            with pytest.raises(WeightReadError, match=f"layer {place}"), layers.use(index):
+            with pytest.raises(StreamingError, match=f"layer {place}"), layers.use(index):
                 pytest.fail("a layer that could not be read was used")
         else:
             with layers.use(index) as layer:
@@ -262,7 +266,7 @@ def test_a_file_that_ends_early_is_an_error_and_never_old_weights(tmp_path: Path
     os.ftruncate(file._file.number, 2 * 8192 + 4096)
     assert torch.equal(read(file, 1)[:5000], data[1])
     for place in (2, 3):
-        with pytest.raises(WeightReadError, match="the weight file ends"):
+        with pytest.raises(StreamingError, match="the file of streamed layers ends"):
             read(file, place)
     file.close()
 
@@ -286,6 +290,9 @@ def maker(name: str) -> MakeLinear:
     if name.startswith("native"):
         return native(2).int8_linear if name.endswith("int8") else native(2).linear
     return make_quantized if name.endswith("int8") else make_linear
+
+
+pinned_cache = functools.partial(PinnedCache, CPU)
 
 
 def plan_for(spec: ModelSpec, kind: str, num_streamed: int) -> Offload:
@@ -319,15 +326,17 @@ def held(weights: ModelWeights) -> int:
     return total
 
 
-def make_driver(spec: ModelSpec, weights: ModelWeights, kind: str, **limits: int) -> Driver:
+def make_driver(
+    spec: ModelSpec, weights: ModelWeights, kind: str, pool: PoolOptions | None = None, **limits: int
+) -> Driver:
     config = SchedulerConfig(
         num_units=2 * limits.get("num_blocks", 22), max_model_len=80, block_size=BLOCK, max_num_seqs=12,
         max_num_batched_tokens=24, min_prefill_chunk=8,
     )  # fmt: skip
-    decoder = Decoder(spec, weights)
+    decoder, pool = Decoder(spec, weights), pool or {}
     if kind.startswith("native"):
-        return Driver(Runner(NativeDevice(decoder, native(2), config.limits)), config)
-    return Driver(Runner(TorchDevice(decoder, config.limits)), config)
+        return Driver(Runner(NativeDevice(decoder, native(2), config.limits, **pool)), config)
+    return Driver(Runner(TorchDevice(decoder, config.limits, **pool)), config)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +347,7 @@ def make_driver(spec: ModelSpec, weights: ModelWeights, kind: str, **limits: int
     ),
 )
 def test_tokens_are_those_of_a_resident_model(case: str, kind: str, tmp_path: Path) -> None:
-    """In a pool that is always full: preemptions, prefix hits, mixed steps."""
+    """In a pool that is always full: preemptions, prefix hits, mixed steps; also if the cache streams beside them."""
     folder = model_folder(case)
     spec = load_spec(folder)
     plan = plan_for(spec, kind, 3)
@@ -347,13 +356,15 @@ def test_tokens_are_those_of_a_resident_model(case: str, kind: str, tmp_path: Pa
     streaming = load_weights(spec, folder, dtype="float32", make=maker(kind), gather=gather)
     assert held(streaming) <= plan.held_bytes <= plan.budget_bytes
     found = []
-    for weights in (load_weights(spec, folder, dtype="float32", make=maker(kind)), streaming):
-        driver = make_driver(spec, weights, kind)
+    resident = load_weights(spec, folder, dtype="float32", make=maker(kind))
+    pools: list[PoolOptions] = [{}, {}, {"store": functools.partial(CacheFile, tmp_path)}]
+    for weights, pool in zip((resident, streaming, streaming), pools, strict=True):
+        driver = make_driver(spec, weights, kind, pool)
         run_in_waves(driver, crowd(np.random.default_rng(11), 10))
         stats = driver.stats()
         assert sum(stats.preemptions.values()) > 0 and stats.prefix_hit_tokens > 0
         found.append(driver.outputs)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     file.close()
 
 
@@ -369,7 +380,7 @@ def test_a_failed_read_is_one_failed_step(kind: str) -> None:
         wait(buffer)
         if failures and len(transport.asked) % 23 == 22:
             failures.popleft()
-            raise WeightReadError("a bad sector")
+            raise StreamingError("a bad sector")
 
     transport.wait = fragile  # type: ignore[method-assign]
     gather = functools.partial(StreamedLayers, streamed=(0, 1, 3, 4), transport=transport)
@@ -381,6 +392,42 @@ def test_a_failed_read_is_one_failed_step(kind: str) -> None:
         found.append(driver.outputs)
     assert not failures, "no read failed"
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["torch", "native"])
+def test_a_cache_that_cannot_be_read_fails_a_step_and_one_that_cannot_be_written_all(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, store = spec_from_config(llama_config(num_hidden_layers=5)), CacheFile(tmp_path)
+    weights = build_weights(spec, DummyTensors(0, torch.float32, CPU), maker(kind))
+    driver = make_driver(spec, weights, kind, {"store": lambda: store})
+    run_in_waves(driver, crowd(np.random.default_rng(7), 4))
+    forward, chunks = driver.runner.device.forward, np.array([[0, 5, 1, 1]])
+    os.ftruncate(store._file.number, 0)
+    with pytest.raises(StreamingError, match="the file of streamed layers ends"):
+        forward(chunks)
+    os.ftruncate(store._file.number, 5 * store._size)
+    forward(chunks)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwrite", Mock(side_effect=OSError(5, "Input/output error")))
+        with pytest.raises(StreamingError, match="writing the streamed cache failed: Input/output error"):
+            forward(chunks)
+    with pytest.raises(StreamingError, match="writing the streamed cache failed"):
+        forward(chunks)
+    store.close()
+
+
+def test_a_step_loads_and_saves_the_units_of_its_blocks() -> None:
+    rows = RowTable(Limits(2, 64, 80, num_units=60, block_size=4, window=16), hidden=True)
+    rows.k_table[0, :10], rows.v_table[0, :10] = np.arange(0, 20, 2), np.arange(1, 20, 2)
+    rows.k_table[1, :3], rows.v_table[1, :3], rows.hidden_table[1, :3] = -1, -1, (30, 31, 32)
+    rows.is_hidden[1, :3] = True
+    read, written = step_units(rows, np.array([[0, 30, 7, 1], [1, 8, 1, 1]]))
+    assert sorted(read) == [*range(6, 16), 30, 31]  # the first three blocks lie before the window
+    assert sorted(written) == [*range(14, 20), 32]
+    cache = StreamedCache(CacheFile(Path()), 60, 2048, 2)
+    assert cache.slots == 62 and cache._spans(np.array([3, 8, 9, 40]), 0) == [(2, 4), (8, 10), (40, 42)]
+    assert cache._spans(np.array([3, 8, 9, 40]), 6) == [(2, 10), (40, 42)]
 
 
 # ---- page-locked memory, beside the steps
@@ -453,6 +500,44 @@ def test_copies_and_kernels_in_any_order_that_events_allow(seed: int, monkeypatc
     assert all(values == {float(index)} for index, values in found)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_streamed_cache_in_any_order_that_events_allow(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are launched at once, one fails half-way; each adds 1 to its units, from the result of the step before."""
+    random = Random(seed)
+    steps, back, out = LateLane(), LateLane(), LateLane()
+    streams = Mock(side_effect=[back, out], current=lambda _device: steps)
+    monkeypatch.setattr("engine.execution.cuda.swap.DeviceStream", streams)
+    cache, num_layers, wrong = StreamedCache(pinned_cache(), 40, 8, 5), 5, list[int]()
+    slices = torch.zeros(2 * cache.slots, 2)
+    cache.attach(slices)
+    sums = np.zeros((num_layers, 40))
+
+    def add(place: int, units: list[int], before: IntArray) -> None:
+        cells = slices[place:][units, 0]
+        wrong.extend(np.flatnonzero(cells.numpy() != before).tolist())
+        slices[place:][units, 0] = cells + 1
+        slices[place:][[unit for unit in range(40) if unit not in units]] = torch.nan
+
+    for step in range(6):
+        units = sorted(random.sample(range(40), 7))
+        cache._loads = cache._saves = cache._spans(np.array(units), 0)
+        cache._runs = True
+        for layer in range(2):
+            cache._store.load(layer, cache._loads)
+        for layer in range(num_layers if step != 3 else 2):
+            with cache.use(layer):
+                before = sums[layer, units].copy()
+                steps.push(functools.partial(add, cache.place(layer), units, before))
+                sums[layer, units] += 1
+    lanes = [steps, back, out]
+    while any(lane.queue for lane in lanes):
+        random.shuffle(lanes)
+        assert any(lane.run_one() for lane in lanes), "all lanes wait for each other"
+    assert not wrong
+    host = torch.stack(cast(PinnedCache, cache._store)._host).view(torch.float32)
+    assert np.array_equal(host[:, :40, 0].numpy(), sums)
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("case", mostly_slow(["llama-gqa2", "opt", "neox"], ["opt"]))
 def test_the_runner_for_cuda_gives_the_same_tokens(case: str, depth: int) -> None:
@@ -462,13 +547,13 @@ def test_the_runner_for_cuda_gives_the_same_tokens(case: str, depth: int) -> Non
     transport = PinnedWeights(plan.layer_bytes, 3, CPU)
     gather = functools.partial(StreamedLayers, streamed=plan.streamed, transport=transport)
     found = []
-    for options in ({}, {"gather": gather}):
+    for options, store in (({}, None), ({"gather": gather}, None), ({"gather": gather}, pinned_cache)):
         weights = load_weights(spec, folder, dtype="float32", **options)
-        driver = cuda_engine.make_driver(spec, weights, depth=depth, num_blocks=20, tokens=24)
+        driver = cuda_engine.make_driver(spec, weights, depth=depth, num_blocks=20, tokens=24, store=store)
         run_in_waves(driver, crowd(np.random.default_rng(21), 10))
         assert sum(driver.stats().preemptions.values()) > 0
         found.append(driver.outputs)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert transport.seconds() > 0
 
 
@@ -555,6 +640,20 @@ async def test_hidden_state_is_offered_while_weights_stream(tmp_path: Path) -> N
     assert await answer(config, prompt, 30) == await answer(replace(DEMO, kernels="torch"), prompt, 30)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+async def test_a_cache_beyond_memory_streams_beside_the_weights(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.memory.CPU_LIMIT", 2**21)
+    config = offloading_config(kernels=kernels, swap_space=0.006, num_gpu_blocks_override=None, max_model_len=160)
+    plan, resident = plan_launch(config), plan_launch(replace(config, swap_space=None))
+    assert plan.streams_cache and not plan.host_units and not resident.streams_cache
+    assert 2.5 < plan.limits.num_units / resident.limits.num_units < 3.5
+    more = plan_launch(replace(config, swap_space=1.0)).limits.num_units
+    assert more / resident.limits.num_units == pytest.approx(plan.spec.num_layers / 2, rel=0.1), "one layer in a buffer"
+    assert profile_key(plan) != profile_key(resident)
+    prompt = tuple(5 + place % 50 for place in range(100))
+    assert await answer(config, prompt, 30) == await answer(replace(DEMO, kernels=kernels), prompt, 30)
+
+
 def test_explicit_limits_of_a_step_stay(tmp_path: Path) -> None:
     plan = plan_launch(offloading_config(max_num_seqs=7, max_num_batched_tokens=100))
     assert (plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens) == (7, 100)
@@ -578,4 +677,4 @@ async def test_a_file_that_ends_early_fails_steps_and_the_log_says_why(
         assert output.error is not None and not output.token_ids
     finally:
         await engine.stop()
-    assert "the weight file ends after" in caplog.text
+    assert "the file of streamed layers ends after" in caplog.text

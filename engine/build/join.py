@@ -163,7 +163,7 @@ def profile_key(plan: LaunchPlan) -> ProfileKey:
     device = backends.find_backend(plan.device).fingerprint(plan)
     return ProfileKey(
         name,
-        device + (f", {plan.offload}" if plan.offload else ""),
+        device + (f", {plan.offload}" if plan.offload else "") + (", streamed cache" if plan.streams_cache else ""),
         plan.precision,
         __version__,
         str(plan.limits.padding),

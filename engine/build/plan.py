@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.backend import Backend
-from engine.execution.offload import plan_offload
+from engine.execution.offload import BUFFERS, plan_offload
 from engine.execution.plan import BLOCKS, COMPACT, FLOAT8, INT4, NIBBLES, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
 from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, Limits, SchedulerConfig, most_blocks, most_unconfirmed
 from engine.machine.folders import expand, user_folder
@@ -43,6 +43,10 @@ def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Laun
     host_units, host_states = _host_room(config, plan)
     unit = unit_bytes(plan)
     plan = _with_snapshots(_with_states(plan, config, cache_bytes), config, cache_bytes, unit)
+    streams = plan.offload is not None and bool(config.swap_space) and not config.hidden_cache
+    device_bytes = cache_bytes
+    if streams:  # two buffers of one layer fit into `device_bytes`
+        host_units, cache_bytes = 0, min(host_units * unit, device_bytes * plan.spec.num_layers // BUFFERS)
     states = (plan.limits.max_num_seqs + plan.state_slots) * plan.spec.state_bytes
     spec, limits, dtype = plan.spec, plan.limits, torch_dtype(plan.dtype)
     refusal = _hidden_refusal(config, spec)
@@ -61,7 +65,8 @@ def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Laun
             blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1, extra) // UNITS_PER_BLOCK
     plan = replace(
         plan,
-        cache_bytes=cache_bytes,
+        cache_bytes=device_bytes,
+        streams_cache=streams,
         scratch_blocks=blocks // HIDDEN_SHARE if refusal is None else 0,
         host_units=host_units,
         host_state_slots=host_states,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from engine.build.plan import gib, host_bytes, profile_folder, with_cache
+from engine.build.plan import gib, host_bytes, profile_folder, unit_bytes, with_cache
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.execution import backend as backends
@@ -50,6 +50,8 @@ def build_runner(
     plan = with_cache(plan, config, backend.cache_bytes(plan, weights))
     if plan.host_units and config.swap_space is None:
         say(f"{gib(host_bytes(plan))} of host memory extend the cache; set --swap-space to change this")
+    if plan.streams_cache:
+        say(f"the cache streams, too: {gib(plan.limits.num_units * unit_bytes(plan))} for running requests")
     runner, plan = backend.make_runner(config, plan, weights)
     for number, deltas in enumerate(adapted, 1):
         runner.device.adapt(number, deltas)
@@ -93,8 +95,9 @@ def _test_family(config: EngineConfig, plan: LaunchPlan, make: MakeLinear, backe
         if not backend.tests_kernels:
             return TorchDevice(Decoder(spec, weights), TEST_LIMITS)
         small = replace(
-            plan, spec=spec, limits=TEST_LIMITS, scratch_blocks=0, host_units=0, offload=None, int8_cache=False
-        )
+            plan, spec=spec, limits=TEST_LIMITS, scratch_blocks=0, host_units=0, offload=None, streams_cache=False,
+            int8_cache=False,
+        )  # fmt: skip
         device: Device = backend.make_runner(quick, small, weights)[0].device
         return device
 

@@ -39,6 +39,7 @@ class LaunchPlan:
         quantization: Of linear layers: "none", "int8", "int4", "fp8", or an element of STORED.
         offload: Selection of streamed layers; None: all weights stay in memory.
         stream_seconds: Measured time of streaming per step.
+        streams_cache: Whether the cache of running requests streams beside the weights.
         implementation: "own" or "transformers".
         int8_cache: Whether K and V are stored in 8 bits.
         droppable: Whether layers can be released temporarily for more units (`engine.execution.stages`).
@@ -67,6 +68,7 @@ class LaunchPlan:
     quantization: str = "none"
     offload: Offload | None = None
     stream_seconds: float = 0.0
+    streams_cache: bool = False
     implementation: str = OWN
     int8_cache: bool = False
     droppable: bool = False

@@ -9,6 +9,9 @@ point to it. The scratch slices for K and V of hidden blocks follow: table entry
 layer. A pool without scratch is *paired*: V of a block is in the unit after its K. A host tier with units of the same
 layout takes swapped-out units. The control plane decides the use of units.
 
+With streamed weights the cache may lie outside compute memory (`engine.execution.streamed_cache`). The pool then holds
+buffers of one layer each: layer l of unit u is slice `u + places[l]`, and its content is there inside `use(l)`.
+
 A pool may be rearranged for fewer layers, with smaller and therefore more units (KunServe §4.1), and back. It then has
 more addresses than memory (`PoolMemory`).
 
@@ -23,6 +26,7 @@ state is saved is cut there, in these layers only.
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol, Self, TypedDict, Unpack
 
 import numpy as np
@@ -31,8 +35,10 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.errors import ConfigError
-from engine.execution.rows import SLICES_PER_SCRATCH_BLOCK, Layout, StateMoves
+from engine.execution.offload import BUFFERS
+from engine.execution.rows import SLICES_PER_SCRATCH_BLOCK, Layout, RowTable, StateMoves
 from engine.execution.stream import HostUnits, advise, host_zeros
+from engine.execution.streamed_cache import OpenStore, StreamedCache
 from engine.limits import Limits
 from engine.models.byte_cells import ByteSlices, slice_elements
 from engine.models.spec import ModelShape, hidden_state_refusal
@@ -40,6 +46,7 @@ from engine.models.transformers_calls import Call, LayerState, Part, Recur, Recu
 
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 _PIECE = 16 * 2**20  # bytes moved at once
+_AT_HAND = nullcontext()
 
 
 class PoolMemory(Protocol):
@@ -83,6 +90,7 @@ class PoolOptions(TypedDict, total=False):
         scratch_blocks: Number of hidden blocks that one step may read or write; 0: none.
         spare_bytes: Addresses for additional units of fewer layers, in memory from `reserve`.
         reserve: Provides that memory.
+        store: Opens the memory of a streamed cache.
     """
 
     scratch_blocks: int
@@ -90,6 +98,7 @@ class PoolOptions(TypedDict, total=False):
     cell_type: torch.dtype | None
     spare_bytes: int
     reserve: Reserve
+    store: OpenStore
 
 
 class UnitPool:
@@ -101,6 +110,9 @@ class UnitPool:
         units: [num_units + 1, elements of a unit], a view of the same memory.
         host_units: [host units, elements of a unit]; see HostUnits.
         layers: Layers whose slices a unit has.
+        num_layers: Slices from a unit to the next: the number of layers, or 1 in a streamed cache.
+        places: Slice of each layer, from the first slice of a unit.
+        stream: The streamed cache; None: units are in this pool.
         dtype: Type in which K and V are computed; also the stored type unless there is an 8-bit `cell_type`.
     """
 
@@ -119,12 +131,13 @@ class UnitPool:
         cell_type: torch.dtype | None = None,
         spare_bytes: int = 0,
         reserve: Reserve = HostMemory,
+        store: OpenStore | None = None,
     ) -> None:
         assert not (cell_type and scratch_blocks), "an 8-bit pool cannot hold hidden state"
         assert not (spare_bytes and (scratch_blocks or host_units)), "scratch and host tier need a fixed unit size"
+        assert store is None or not (spare_bytes or host_units), "a streamed cache is the only tier"
         self.num_units = num_units
         self.spare_bytes = spare_bytes
-        self.num_layers = num_layers
         self.layers = range(num_layers)
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
@@ -133,10 +146,15 @@ class UnitPool:
         self.device = device
         self.zero_unit = num_units
         self.scratch_blocks = scratch_blocks
-        self.scratch_base = (num_units + 1) * num_layers
         stored = cell_type or dtype
         slice_size = slice_elements(block_size, num_kv_heads, head_dim, stored)
-        unit_size = num_layers * slice_size
+        self.stream: StreamedCache | None = None
+        self.num_layers, self.places, self.scratch_base = num_layers, [*self.layers], (num_units + 1) * num_layers
+        if store is not None:
+            self.stream = StreamedCache(store(), num_units, slice_size * stored.itemsize, num_layers)
+            self.num_layers, self.places = 1, [self.stream.place(layer) for layer in self.layers]
+            self.scratch_base = BUFFERS * self.stream.slots
+        unit_size = self.num_layers * slice_size
         num_slices = self.scratch_base + scratch_blocks * SLICES_PER_SCRATCH_BLOCK
         held = num_slices * slice_size
         self._memory: PoolMemory | None = None
@@ -151,9 +169,11 @@ class UnitPool:
         if not cell_type:
             self.cells: Tensor = self.slices.view(num_slices * block_size, num_kv_heads * head_dim)
         self.units: Tensor = storage[: (num_units + 1) * unit_size].view(num_units + 1, unit_size)
+        if self.stream is not None:
+            self.stream.attach(self.slices[: self.scratch_base])
         self.host = HostUnits(host_units, unit_size, stored, device)
         self.host_units = self.host.units
-        self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
+        self._layers = np.array(self.places, dtype=np.int64)[:, None]
 
     @property
     def paired(self) -> bool:
@@ -170,6 +190,15 @@ class UnitPool:
             limits.num_units, num_layers=spec.num_layers, block_size=limits.block_size, num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, dtype=like.dtype, device=like.device, **options,
         )  # fmt: skip
+
+    def begin(self, rows: RowTable, chunks: IntArray) -> None:
+        """Begin a step of chunks [n, >=3], before anything else of it uses the pool."""
+        if self.stream is not None:
+            self.stream.begin(rows, chunks)
+
+    def use(self, layer: int) -> AbstractContextManager[None]:
+        """Have the contents of a layer for work launched inside the context."""
+        return _AT_HAND if self.stream is None else self.stream.use(layer)
 
     def write(self, cells: Tensor, values: Tensor) -> None:
         """Write values [n, heads, d] to cells [n]; cells may be wider, except in 8 bits."""
@@ -199,7 +228,9 @@ class UnitPool:
         units, scratch = entries, entries[:0]
         if self.scratch_blocks:
             units, scratch = entries[entries >= 0], entries[entries < 0]
-        if units.size:
+        if units.size and self.stream is not None:
+            self.stream.clear(self._to_device(units))
+        elif units.size:
             self.units.index_fill_(0, self._to_device(units), 0)
         if scratch.size:
             self.slices.index_fill_(0, self._to_device(self.scratch_base - 1 - scratch), 0)
@@ -231,7 +262,8 @@ class UnitPool:
         self.layers, self.num_layers = layers, len(layers)
         self.num_units = self.zero_unit = num_units
         self.scratch_base = (num_units + 1) * len(layers)
-        self._layers = np.arange(len(layers), dtype=np.int64)[:, None]
+        self.places = [*range(len(layers))]
+        self._layers = np.array(self.places, dtype=np.int64)[:, None]
         self.units = self._view(0, num_units + 1, len(layers)).flatten(1)
         self.units[self.zero_unit] = 0
         self.give_back(num_units + 1)

@@ -223,6 +223,18 @@ class RowTable:
         """Return the number of leading blocks that chunks beginning at `starts` [n] do not see."""
         return np.maximum(starts - self.window + 1, 0) // self.block_size if self.window else np.zeros_like(starts)
 
+    def units_of(self, rows: IntArray, num_blocks: int) -> IntArray:
+        """Return the stored units [2, n, num_blocks] of the first blocks of rows [n]: K and V, or hidden state and -1.
+
+        Entries of blocks that a row does not have are undefined.
+        """
+        units: IntArray = self.tables[:2, rows, :num_blocks]
+        if self._takes_hidden:
+            hidden = self.is_hidden[rows, :num_blocks]
+            units[0][hidden] = self.hidden_table[rows, :num_blocks][hidden]
+            units[1][hidden] = -1
+        return units
+
     def track_changes(self) -> None:
         """Enable `take_changes`."""
         self._changed = []

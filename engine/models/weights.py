@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.errors import ModelLoadError, WeightReadError
+from engine.errors import ModelLoadError, StreamingError
 from engine.models.families import TensorNames, family_named
 from engine.models.linear import AbsentLinear, AnyWeight, Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import BlockWeight, PackedWeight, RoundedWeight, StoredWeight
@@ -83,7 +83,7 @@ class LayerSource(Protocol):
         """Return the resident part of a layer: norms, biases, sizes. Matrices of a streamed layer are undefined."""
 
     def use(self, index: int, /) -> AbstractContextManager[LayerWeights]:
-        """Return the whole layer for work launched inside the context. Raises WeightReadError if it cannot be read."""
+        """Return the whole layer for work launched inside the context. Raises StreamingError if it cannot be read."""
 
 
 class ResidentLayers(list[LayerWeights]):
@@ -423,7 +423,7 @@ class Transport(Protocol):
         """Start to read a layer into a buffer that is used only by work launched before `release`."""
 
     def wait(self, buffer: int) -> None:
-        """Make work launched from now on see the last read of the buffer. Raises WeightReadError."""
+        """Make work launched from now on see the last read of the buffer. Raises StreamingError."""
 
     def release(self, buffer: int) -> None:
         """Mark that only work launched until now reads the buffer."""
@@ -519,7 +519,7 @@ class StreamedLayers:
     def _drop_ahead(self) -> None:
         while self._ahead:
             flight = self._ahead.popleft()
-            with suppress(WeightReadError):  # the read is discarded
+            with suppress(StreamingError):  # the read is discarded
                 self._transport.wait(flight.buffer)
             self._free.append(flight.buffer)
 

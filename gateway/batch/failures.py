@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from engine.errors import EngineStepError, InvalidRequestError, RetryableError, WeightReadError
+from engine.errors import EngineStepError, InvalidRequestError, RetryableError, StreamingError
 from gateway.http.errors import ApiError
 from gateway.store.disk import StorageError
 from gateway.store.objects import LineRef
@@ -44,7 +44,7 @@ def cause_of(error: BaseException) -> Cause:
     match error:
         case BaseExceptionGroup():
             return min(map(cause_of, error.exceptions), key=_FIRST.index)
-        case StorageError() | MemoryError() | WeightReadError():
+        case StorageError() | MemoryError() | StreamingError():
             return Cause.SYSTEM
         case RetryableError():
             return Cause.BUSY

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from engine.execution.cpu.native.library import load
 from engine.execution.cpu.native.linear import Native, NativeLinear
 from engine.execution.cpu.native.start import start
 from engine.execution.cpu.transformers_device import TransformersDevice
-from engine.execution.cpu.weight_file import WeightFile
+from engine.execution.cpu.weight_file import CacheFile, WeightFile
 from engine.execution.plan import INT4, LaunchPlan
 from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
@@ -64,8 +65,7 @@ class CpuBackend(Backend):
 
     def transport(self, plan: LaunchPlan) -> WeightFile:
         assert plan.offload is not None
-        folder = user_folder("cache", "XDG_CACHE_HOME") / "offload"
-        return WeightFile(folder, plan.offload.layer_bytes, len(plan.offload.streamed))
+        return WeightFile(_offload_folder(), plan.offload.layer_bytes, len(plan.offload.streamed))
 
     def float8_refusal(self) -> str | None:
         return "8-bit floats are not supported on a CPU (8-bit integers are: int8)"
@@ -117,6 +117,8 @@ class CpuBackend(Backend):
         pool: dict[str, Any] = {
             "scratch_blocks": hidden, "host_units": host, "cell_type": plan.cell_type, "spare_bytes": spare,
         }  # fmt: skip
+        if plan.streams_cache:
+            pool["store"] = partial(CacheFile, _offload_folder())
         if not isinstance(weights.head, NativeLinear):
             return Runner(TorchDevice(decoder, plan.limits, **pool)), plan
         native = weights.head.native
@@ -140,6 +142,10 @@ class CpuBackend(Backend):
             make=make, stored=plan.stored,
         )  # fmt: skip
         return PipelineRunner(runner, load)
+
+
+def _offload_folder() -> Path:
+    return user_folder("cache", "XDG_CACHE_HOME") / "offload"
 
 
 def _own_memory() -> int:

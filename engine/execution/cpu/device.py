@@ -283,6 +283,7 @@ def restore(heads: HeadProjection, pool: UnitPool, layers: LayerSource, units: I
     Unused cells of a partial block hold zeros, whose K and V are finite. There is one pass over the layers, so that
     streamed layers are read once.
     """
+    assert pool.stream is None, "blocks of a streamed cache are not restored"
     per_call = max(1, PIECE // pool.block_size)
     parts = []
     for first in range(0, len(units), per_call):
@@ -411,6 +412,7 @@ class TorchDevice(PoolDevice):
     def _plan(self, chunks: IntArray) -> tuple[ChunkGroups, HiddenPlan | None]:
         """Return the layout of the step, and the projection of hidden state of its rows (None: there is none)."""
         pool, rows = self.pool, self.rows
+        pool.begin(rows, chunks)
         scratch = ScratchPlan(rows, chunks, pool.scratch_blocks) if has_hidden(rows, chunks) else None
         if scratch is not None:
             scratch.enter(rows)
@@ -433,10 +435,11 @@ class TorchDevice(PoolDevice):
         manners = manners_of(spec, self.decoder.weights.layers)
 
         def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-            if hidden is not None:
-                if index in streamed:
-                    self._heads.hold(index, layer)
-                hidden(index, x)
-            return paged(index - first, *self._heads.qkv(layer, x, rotary[index]), manners[index])
+            with self.pool.use(index):
+                if hidden is not None:
+                    if index in streamed:
+                        self._heads.hold(index, layer)
+                    hidden(index, x)
+                return paged(index - first, *self._heads.qkv(layer, x, rotary[index]), manners[index])
 
         return attend

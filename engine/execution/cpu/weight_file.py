@@ -1,4 +1,4 @@
-"""Streamed layers in a private file, read by threads into two buffers.
+"""Streamed layers, and a streamed cache, in private files that threads read into two buffers.
 
 The file holds the layers one after the other, as kernels read them. They are packed once at load, so that a pass over
 the model consists of a few long reads; packing in every pass would take longer than the reads. The file has no name, so
@@ -7,21 +7,25 @@ other processes cannot open or change it, and it disappears with the process.
 Reads bypass the page cache (O_DIRECT). The cache would otherwise grow to the size of the model beyond the stated budget
 and evict the start of the file before the next pass. If the file system does not support this, read data is dropped
 from the page cache at once (POSIX_FADV_DONTNEED).
+
+A streamed cache has a file of its own, layer by layer. Each of its buffers has a thread, which keeps the order of reads
+and writes: a layer always passes through the same buffer.
 """
 
 import mmap
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError, WeightReadError
+from engine.errors import ConfigError, StreamingError
 from engine.execution.offload import BUFFERS
+from engine.execution.streamed_cache import Span
 
 PAGE = 4096  # O_DIRECT needs addresses, offsets and sizes to be multiples of this
 _PIECE = 8 * 2**20  # bytes per call
@@ -35,7 +39,7 @@ class WeightFile:
     def __init__(self, folder: Path, size: int, count: int) -> None:
         self._size = -(-size // PAGE) * PAGE
         self._count = count
-        descriptor, self.direct = _open(folder, self._size * count)
+        descriptor, self.direct = _open(folder, self._size * count, "--offload-weights")
         self._file = _Descriptor(descriptor)
         self._maps = [mmap.mmap(-1, self._size) for _ in range(BUFFERS)]
         self.buffers = [torch.frombuffer(each, dtype=torch.uint8) for each in self._maps]
@@ -46,20 +50,15 @@ class WeightFile:
         """See Transport."""
         for at, part in parts:
             self.buffers[0][at : at + part.nbytes].copy_(part)
-        view, at = memoryview(self._maps[0]), 0
         try:
-            while at < self._size:
-                at += os.pwrite(self._file.number, view[at : at + _PIECE], place * self._size + at)
-            if not self.direct:
-                os.fdatasync(self._file.number)
-                _forget(self._file.number, (place * self._size, self._size))
+            _write(self._file, place * self._size, self.direct, memoryview(self._maps[0]))
         except OSError as error:
             raise ConfigError(f"writing the streamed weights failed: {error.strerror}") from None
 
     def begin(self, place: int, buffer: int) -> None:
         """See Transport."""
-        span = (place * self._size, self._size)
-        self._reads[buffer] = self._threads.submit(_read, self._file, span, self.direct, self._maps[buffer])
+        target = memoryview(self._maps[buffer])
+        self._reads[buffer] = self._threads.submit(_read, self._file, place * self._size, self.direct, target)
 
     def wait(self, buffer: int) -> None:
         """See Transport."""
@@ -92,8 +91,67 @@ class WeightFile:
         return (time.perf_counter() - began) / done
 
 
+class CacheFile:
+    """A CacheStore in a file in `folder`."""
+
+    alignment = PAGE
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file = folder, _Descriptor(-1)
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="tidemill-cache") for _ in range(BUFFERS)]
+        self._loads: list[Future[None] | None] = [None] * BUFFERS
+        self._saves: list[Future[None]] = []
+        self._lost: StreamingError | None = None
+
+    def attach(self, buffers: Tensor, num_layers: int) -> None:
+        """See CacheStore."""
+        self._views = [memoryview(each.view(-1).numpy()) for each in buffers]
+        self._slice_bytes, self._size = buffers.shape[2], len(self._views[0])
+        descriptor, self.direct = _open(self._folder, self._size * num_layers, "--swap-space")
+        self._file = _Descriptor(descriptor)
+
+    def load(self, layer: int, spans: Sequence[Span]) -> None:
+        """See CacheStore."""
+        self._loads[layer % BUFFERS] = self._submit(_read, layer, spans)
+
+    def wait(self, layer: int) -> None:
+        """See CacheStore."""
+        load = self._loads[layer % BUFFERS]
+        assert load is not None, "load() must precede wait()"
+        load.result()
+
+    def save(self, layer: int, spans: Sequence[Span]) -> None:
+        """See CacheStore."""
+        if spans:
+            self._saves.append(self._submit(_write, layer, spans))
+
+    def settle(self) -> None:
+        """See CacheStore. After a failed write the cache is lost, and every later step fails."""
+        saves, self._saves = self._saves, []
+        try:
+            for save in saves:
+                save.result()
+        except OSError as error:
+            self._lost = StreamingError(f"writing the streamed cache failed: {error.strerror}")
+        if self._lost is not None:
+            raise self._lost
+
+    def _submit(
+        self, move: Callable[["_Descriptor", int, bool, memoryview], None], layer: int, spans: Sequence[Span]
+    ) -> Future[None]:
+        each, first, view = self._slice_bytes, layer * self._size, self._views[layer % BUFFERS]
+        places = [(first + begin * each, view[begin * each : end * each]) for begin, end in spans]
+        return self._threads[layer % BUFFERS].submit(_move, move, self._file, places, self.direct)
+
+    def close(self) -> None:
+        """Free the file; nothing may be started afterwards."""
+        for thread in self._threads:
+            thread.shutdown(wait=True)
+        self._file.close()
+
+
 class _Descriptor:
-    """Owner of a file descriptor. A read in progress holds it, so that its end need not be awaited."""
+    """Owner of a file descriptor. An access in progress holds it, so that its end need not be awaited."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -106,20 +164,41 @@ class _Descriptor:
     __del__ = close
 
 
-def _read(file: _Descriptor, span: tuple[int, int], direct: bool, target: mmap.mmap) -> None:
-    """Read `span` = (first, size) of a file. A function without WeightFile, so that a read does not keep it alive."""
-    first, size = span
-    view, at = memoryview(target), 0
+def _move(
+    move: Callable[[_Descriptor, int, bool, memoryview], None],
+    file: _Descriptor,
+    places: Sequence[tuple[int, memoryview]],
+    direct: bool,
+) -> None:
+    for first, view in places:
+        move(file, first, direct, view)
+
+
+def _read(file: _Descriptor, first: int, direct: bool, view: memoryview) -> None:
+    """Fill `view` from a file. A function without WeightFile, so that a read does not keep it alive."""
+    at, size = 0, len(view)
     try:
         while at < size:
             got = os.preadv(file.number, [view[at : at + _PIECE]], first + at)
             if got <= 0:
-                raise WeightReadError(f"the weight file ends after {first + at} bytes, expected {first + size}")
+                raise StreamingError(
+                    f"the file of streamed layers ends after {first + at} bytes, expected {first + size}"
+                )
             at += got
         if not direct:
-            _forget(file.number, span)
+            _forget(file.number, (first, size))
     except OSError as error:
-        raise WeightReadError(f"reading the streamed weights failed: {error.strerror}") from None
+        raise StreamingError(f"reading streamed layers failed: {error.strerror}") from None
+
+
+def _write(file: _Descriptor, first: int, direct: bool, view: memoryview) -> None:
+    """Write `view` to a file. Raises OSError."""
+    at = 0
+    while at < len(view):
+        at += os.pwrite(file.number, view[at : at + _PIECE], first + at)
+    if not direct:
+        os.fdatasync(file.number)
+        _forget(file.number, (first, len(view)))
 
 
 def _forget(fd: int, span: tuple[int, int]) -> None:
@@ -127,13 +206,13 @@ def _forget(fd: int, span: tuple[int, int]) -> None:
     os.posix_fadvise(fd, *span, os.POSIX_FADV_DONTNEED)
 
 
-def _open(folder: Path, size: int) -> tuple[int, bool]:
+def _open(folder: Path, size: int, flag: str) -> tuple[int, bool]:
     """Create an unnamed file of this size; return its descriptor and whether it bypasses the page cache."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (kind := file_system(folder)) in _IN_MEMORY:
             raise ConfigError(
-                f"--offload-weights: {folder} is on {kind}, which is memory; set XDG_CACHE_HOME to a folder on a disk"
+                f"{flag}: {folder} is on {kind}, which is memory; set XDG_CACHE_HOME to a folder on a disk"
             )
         handle, name = tempfile.mkstemp(prefix="weights-", dir=folder)
         try:
@@ -145,7 +224,7 @@ def _open(folder: Path, size: int) -> tuple[int, bool]:
             os.close(handle)
     except OSError as error:
         room = f"{folder} has no room for {size / 2**30:.1f} GiB: {error.strerror}"
-        raise ConfigError(f"--offload-weights: {room}; set XDG_CACHE_HOME to a folder with room") from None
+        raise ConfigError(f"{flag}: {room}; set XDG_CACHE_HOME to a folder with room") from None
 
 
 def _past_the_cache(name: str) -> int | None:

@@ -25,7 +25,7 @@ from engine.execution.cuda.kernel_check import check_kernels, remembered, with_t
 from engine.execution.cuda.mapped_layers import MappedLayers, Memory
 from engine.execution.cuda.mapped_layers import refusal as mapping_refusal
 from engine.execution.cuda.modules import KernelAttention
-from engine.execution.cuda.swap import PinnedWeights, staging_units
+from engine.execution.cuda.swap import PinnedCache, PinnedWeights, staging_units
 from engine.execution.plan import BLOCKS, COMPACT, STORED_FLOATS, LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
@@ -248,6 +248,7 @@ class CudaBackend(Backend):
         # threads, which then spin beside the event loop and the gateway.
         torch.set_num_threads(1)
         hidden, host = plan.scratch_blocks, plan.host_units
+        store: dict[str, Any] = {"store": partial(PinnedCache, torch.device(plan.device))} if plan.streams_cache else {}
         if isinstance(weights, TransformersModel):
             attention, how = self.module_attention(weights, plan.limits, by_kernels=plan.by_kernels)
             log.debug("attention of transformers modules by %s, without CUDA graphs", how)
@@ -258,10 +259,9 @@ class CudaBackend(Backend):
             pool: dict[str, Any] = {"scratch_blocks": hidden, "host_units": host}
             if isinstance(layers := weights.layers, MappedLayers):
                 pool |= {"spare_bytes": layers.spare_bytes, "reserve": layers.reserve}
-            return Runner(_device(plan, weights, graphs=graphs, **pool)), plan
-        decoder = Decoder(plan.own, weights)
-        device = TorchDevice(decoder, plan.limits, scratch_blocks=hidden, host_units=host, cell_type=plan.cell_type)
-        return Runner(device), plan
+            return Runner(_device(plan, weights, graphs=graphs, **pool, **store)), plan
+        pool = {"scratch_blocks": hidden, "host_units": host, "cell_type": plan.cell_type}
+        return Runner(TorchDevice(Decoder(plan.own, weights), plan.limits, **pool, **store)), plan
 
     def module_attention(
         self, model: TransformersModel, limits: Limits, *, by_kernels: bool = True

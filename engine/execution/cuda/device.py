@@ -413,6 +413,7 @@ class CudaDevice:
         """See Device. Waits only for masks, while the device runs, and for other stages of a pipeline."""
         if self.beyond is not None:
             return self._run_pipeline(self.beyond, chunks, masks, take)
+        self.pool.begin(self.rows, chunks)
         last = self._repeat(chunks) if masks is None and take is None else None
         if last is not None:
             self._graphs.run(last.inputs)

@@ -120,6 +120,7 @@ class Forward:
         self.tables, self._last_tokens = tables.tables, tables.last_tokens
         shape = (-1, pool.block_size, pool.num_kv_heads, pool.head_dim)
         self._pool = tables.view(pool.cells.view(shape) if pool.bytes is None else pool.bytes.values)
+        self._units = pool
         self.decoder = Decoder(spec, weights, kernels)
         self.layers = range(spec.num_layers)
         dtype, device = weights.embedding.dtype, weights.embedding.device
@@ -184,9 +185,10 @@ class Forward:
         adapt: Adapt | None = None,
     ) -> tuple[Tensor, Branch | None]:
         def attend(index: int, layer: LayerWeights, x: Any) -> Tensor:
-            if observe is not None:
-                observe(index, x)
-            return self._attend(index, layer, product(layer.qkv, x), inputs)
+            with self._units.use(index):
+                if observe is not None:
+                    observe(index, x)
+                return self._attend(index, layer, product(layer.qkv, x), inputs)
 
         return self.decoder.run_unsummed(hidden, attend, self.layers, adapt, rounds=observe is None)
 
@@ -211,23 +213,24 @@ class Forward:
         """
         pool = self._pool
         self._kernels.hidden_write(
-            x, positions, rows, pool.cells, tables[2], layer=layer, scratch_base=pool.scratch_base
+            x, positions, rows, pool.cells, tables[2], layer=self._units.places[layer], scratch_base=pool.scratch_base
         )
 
     def project(self, layer: int, tables: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Project the stored hidden state of tokens [t] to K and V, written where `tables` points."""
         spec, (cells, *_, base, _) = self._spec, self._pool
         x = self._weights.embedding.new_empty((len(rows), spec.hidden_size))
-        self._kernels.hidden_gather(x, positions, rows, cells, tables[2], layer=layer, scratch_base=base)
+        place = self._units.places[layer]
+        self._kernels.hidden_gather(x, positions, rows, cells, tables[2], layer=place, scratch_base=base)
         k, v = self._kv[layer](x).view(len(x), 2, spec.num_kv_heads, spec.head_dim).unbind(1)
         norm = self._weights.layers[layer].qk_norm
         self._kernels.rope_cache_write(
-            None, k, v, self._cos_sin[layer], positions, rows, PoolView(cells, tables[0], tables[1], base), layer=layer,
+            None, k, v, self._cos_sin[layer], positions, rows, PoolView(cells, tables[0], tables[1], base), layer=place,
             k_norm=None if norm is None else norm[spec.num_heads], eps=spec.norm_eps,
         )  # fmt: skip
 
     def _attend(self, index: int, layer: LayerWeights, projected: Tensor, inputs: StepInputs) -> Tensor:
-        spec, here = self._spec, index - self.layers.start
+        spec, here = self._spec, self._units.places[index - self.layers.start]
         num_heads, kv_heads = spec.num_heads, spec.num_kv_heads
         heads = projected.view(len(projected), num_heads + 2 * kv_heads, spec.head_dim)
         q, k, v = heads.tensor_split((num_heads, num_heads + kv_heads), dim=1)

@@ -11,6 +11,8 @@ for the stream of the steps, which has waited for inward transfers.
 
 Streamed layers in page-locked host memory, copied to two buffers on the device while steps compute.
 
+A streamed cache (`engine.execution.streamed_cache`) is in page-locked memory, too, with a stream for each direction.
+
 Copies run in their own stream. On the device, a copy waits for the kernels that read its buffer, and later kernels wait
 for the copy. The host waits for neither, so that a step is launched while the previous one runs.
 """
@@ -31,6 +33,7 @@ from engine.execution.cuda.buffers import send
 from engine.execution.offload import BUFFERS
 from engine.execution.pool import UnitPool
 from engine.execution.stream import DeviceStream, Mark, host_zeros
+from engine.execution.streamed_cache import Span
 from engine.triton_kernels import Kernels
 
 STAGING_BYTES = 64 * 1024**2
@@ -186,3 +189,50 @@ class PinnedWeights:
             self.begin(place, place % BUFFERS)
         self._transfers.mark().synchronize()
         return (time.perf_counter() - began) / copies
+
+
+class PinnedCache:
+    """A CacheStore in page-locked host memory, with a stream for each direction."""
+
+    alignment = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._back, self._out = DeviceStream(device), DeviceStream(device)
+        self._steps = partial(DeviceStream.current, device)  # the stream of the caller
+
+    def attach(self, buffers: Tensor, num_layers: int) -> None:
+        """See CacheStore."""
+        size = buffers[0].numel()
+        try:
+            self._host = [host_zeros(size, self._device).view(buffers[0].shape) for _ in range(num_layers)]
+        except RuntimeError as error:
+            wanted = f"{num_layers * size / 2**30:.1f} GiB of cache"
+            raise ConfigError(f"--swap-space: no memory for {wanted}: {first_line(error)}") from None
+        self._buffers = buffers
+        self._saved = [self._steps().mark() for _ in range(BUFFERS)]
+        self._loaded = self._saved.copy()
+
+    def load(self, layer: int, spans: Sequence[Span]) -> None:
+        """See CacheStore. The last copy out of the buffer waits for all kernels that use it, and comes after the last
+        one of the layer."""
+        buffer = layer % BUFFERS
+        self._back.wait(self._saved[buffer])
+        for first, last in spans:
+            self._back.copy(self._host[layer][first:last], self._buffers[buffer, first:last])
+        self._loaded[buffer] = self._back.mark()
+
+    def wait(self, layer: int) -> None:
+        """See CacheStore."""
+        self._steps().wait(self._loaded[layer % BUFFERS])
+
+    def save(self, layer: int, spans: Sequence[Span]) -> None:
+        """See CacheStore."""
+        buffer = layer % BUFFERS
+        self._out.wait(self._steps().mark())
+        for first, last in spans:
+            self._out.copy(self._buffers[buffer, first:last], self._host[layer][first:last])
+        self._saved[buffer] = self._out.mark()
+
+    def settle(self) -> None:
+        """See CacheStore; a no-op, because copies cannot fail alone."""

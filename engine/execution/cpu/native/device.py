@@ -8,7 +8,7 @@ A model that the C++ library runs, bound to a pool of blocks and a table of rows
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -122,7 +122,7 @@ class NativeModel:
 
         Raises:
             StepError: For an invalid step.
-            WeightReadError: If a streamed layer cannot be read.
+            StreamingError: If a streamed layer cannot be read.
         """
         chunks = self._take(chunks)
         count = int(np.count_nonzero(chunks[:, 3]))
@@ -130,7 +130,7 @@ class NativeModel:
         step = self._step(chunks, kept)
         if adapters is not None:
             self._run_adapted(step, int(chunks[:, 2].sum()), adapters)
-        elif self._layers.streamed and beyond is None:
+        elif self._pool.stream is not None or (self._layers.streamed and beyond is None):
             self._run_streamed(step)
         elif beyond is None:
             lean = self._lean if not whole and int(chunks[:, 2].sum()) >= MANY_A_SAMPLE * count else None
@@ -191,16 +191,21 @@ class NativeModel:
         return chunks
 
     def _run_streamed(self, step: TapeStep) -> None:
-        """Run the tape in segments around the streamed layers."""
-        tape, team, layers = self._tape, self.native.team, self._layers
+        """Run the tape in segments around the layers whose weights or cache are streamed."""
+        tape, team, layers, streams = self._tape, self.native.team, self._layers, self._pool.stream is not None
         tape.begin(team, step)
         done = 0
-        for index in layers.streamed:
-            part = self._composed.layers[index]
+        for index, part in enumerate(self._composed.layers):
+            if not streams and index not in layers.streamed:
+                continue
             tape.run_ops(team, done, part.start)
-            with layers.use(index) as layer:
-                for op, matrix in zip(self._composed.linear_ops(index), matrices(layer), strict=True):
-                    tape.set_weight(op, matrix.data().data_ptr())
+            with layers.use(index) as layer, self._pool.use(index):
+                if index in layers.streamed:
+                    for op, matrix in zip(self._composed.linear_ops(index), matrices(layer), strict=True):
+                        tape.set_weight(op, matrix.data().data_ptr())
+                if streams:
+                    step.pool = self._pool.slices[self._pool.places[index] :].data_ptr()
+                    tape.begin(team, step)
                 tape.run_ops(team, part.start, part.stop)
             done = part.stop
         tape.run_ops(team, done, len(self._composed.ops))
@@ -258,13 +263,19 @@ class NativeModel:
             self._spec, activation_dtype(self._level), max_tokens, self._max_samples,
             row_scales=self._weights.row_scales, adapted=self._takes_adapters,
         )  # fmt: skip
-        self._composed = compose(self._spec, self._weights, self._buffers)
+        self._composed = self._compose()
         self._tape = Tape(self.native.library, self._shape(), self._composed.ops)
         self._lean = self._lean_tape() if len(self._weights.layers) == self._spec.num_layers else None
         self._adapted: tuple[Composed, Tape] | None = None
         if self._takes_adapters:
-            adapted = compose(self._spec, self._weights, self._buffers, adapted=True)
+            adapted = self._compose(adapted=True)
             self._adapted = adapted, Tape(self.native.library, self._shape(), adapted.ops)
+
+    def _compose(self, **more: Any) -> Composed:
+        composed = compose(self._spec, self._weights, self._buffers, **more)
+        for op in composed.ops if self._pool.stream is not None else ():
+            op.layer = 0  # `_run_streamed` passes the buffer of the layer
+        return composed
 
     def _lean_tape(self) -> Tape:
         """Return a tape that skips unused work for tokens that are not sampled."""
@@ -275,7 +286,7 @@ class NativeModel:
             self._max_samples,
             row_scales=self._weights.row_scales,
         )
-        composed = compose(self._spec, self._weights, self._buffers, sampled=self._sampled)
+        composed = self._compose(sampled=self._sampled)
         return Tape(self.native.library, self._shape(), composed.ops)
 
     def _shape(self) -> TapeShape:
@@ -333,6 +344,7 @@ class NativeDevice(TorchDevice):
         has_adapters = self.rows.adapters[chunks[:, 0]].any()
         if has_hidden(self.rows, chunks) or (has_adapters and by_torch):
             return super().forward(chunks, masks, take)
+        self.pool.begin(self.rows, chunks)
         if self.pool.scratch_blocks or by_torch:  # a later step with torch reads whole blocks
             clear_begun_blocks(self.pool, self.rows, chunks)
         adapted = None
