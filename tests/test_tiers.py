@@ -1,6 +1,7 @@
 """The host pool as a prefix cache: saved blocks at eviction, their way back, and the cost of faults."""
 
 import random
+from collections.abc import Iterable
 
 import pytest
 from driver import Driver, make_request
@@ -9,6 +10,7 @@ from test_hybrid_scheduling import BLOCK, MODEL, VOCAB, actions, check_solo, mak
 
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.cache.blocks import CacheAction, Tier
+from engine.limits import UNITS_PER_BLOCK
 from predictor.model import LatencyModel
 
 TURN = 41
@@ -97,6 +99,27 @@ def test_copies_that_cost_more_than_computing_are_not_made(depth: int) -> None:
     driver = filled(depth, 400, model=DEAR_COPIES)
     assert serve(driver, chat("second")) == TURN
     assert not actions(driver.steps)
+
+
+def saved_units(driver: Driver, prompts: Iterable[tuple[str, int]]) -> int:
+    """Serve one chat after the other, each prompt 80 times its token; the units that were copied to the host."""
+    before = driver.stats().cache_units.get("swap_out", 0)
+    for name, token in prompts:
+        serve(driver, make_request(name, [token] * 80, 1))
+    return driver.stats().cache_units.get("swap_out", 0) - before
+
+
+def test_prefixes_are_copied_only_while_enough_chats_come_back(depth: int) -> None:
+    """A copy one way costs a quarter of recomputing a block, so that a third of the blocks must be asked for again."""
+    model = LatencyModel(intercept=0.01, prefill_tokens=1e-3, transferred=BLOCK * 1e-3 / UNITS_PER_BLOCK / 4)
+    driver = make(depth, blocks=24, host=160, model=model)
+    first = saved_units(driver, ((f"first{i}", i) for i in range(4)))
+    assert first >= 80, "nothing is known yet"
+    saved_units(driver, ((f"once{i}", 10 + i) for i in range(16)))
+    assert saved_units(driver, ((f"never{i}", 30 + i) for i in range(4))) == 0, "no chat has come back"
+    for turn in range(12):
+        again = saved_units(driver, ((f"turn{turn}.{i}", 40 + i) for i in range(3)))
+    assert again == 0 and driver.stats().prefix_host_hit_tokens > 0, "all three chats lie on the host again"
 
 
 def test_a_full_host_keeps_what_was_used_last(depth: int) -> None:

@@ -75,6 +75,45 @@ def restore_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> Re
     return RestoreCosts(recompute, restore, copy, pair, model.reach)
 
 
+class EvictedPrefixes:
+    """Measures how many evicted prefix blocks are asked for again while a host of `capacity` blocks would hold them.
+
+    Without this share, prefixes of chats that never return would be copied to the host at the cost of their successors.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._evicted: dict[bytes, None] = {}
+        self._asked = self._forgotten = 0.0
+
+    @property
+    def share(self) -> float:
+        """Return the share of asked blocks; 1 before the first evicted block is forgotten."""
+        return (self._asked + 1.0) / (self._asked + self._forgotten + 1.0)
+
+    def evict(self, block_hash: bytes) -> None:
+        """Record an eviction. The oldest of more than `capacity` blocks is forgotten."""
+        self._evicted.pop(block_hash, None)
+        self._evicted[block_hash] = None
+        if len(self._evicted) > self._capacity:
+            del self._evicted[next(iter(self._evicted))]
+            self._count(0.0, 1.0)
+
+    def ask(self, block_hash: bytes) -> bool:
+        """Record that a request asks for a block. Return whether it was evicted and not forgotten."""
+        if block_hash not in self._evicted:
+            return False
+        del self._evicted[block_hash]
+        self._count(1.0, 0.0)
+        return True
+
+    def _count(self, asked: float, forgotten: float) -> None:
+        self._asked += asked
+        self._forgotten += forgotten
+        if self._asked + self._forgotten > self._capacity:  # so that the share follows the load
+            self._asked, self._forgotten = self._asked / 2, self._forgotten / 2
+
+
 @dataclass(frozen=True, slots=True)
 class PastRun:
     """Consecutive unshared blocks of one request in one representation, up to its last computed token.

@@ -1,9 +1,10 @@
 """The pools of all tiers, and the copies between them in the step being built.
 
 The host pool is a second prefix cache behind the device's. When the device evicts a published block of an online
-request, the step that reuses its units copies it to the host first, if copying out and back is faster than recomputing.
-The host keeps its copy when a block is fetched back. A copy is published once its step has succeeded. Parked blocks
-(`engine.cache.parked`) take priority: they evict the least recently used prefixes.
+request, the step that reuses its units copies it to the host first, if that costs less than recomputing it, given the
+share of evicted blocks that requests ask for again. The host keeps its copy when a block is fetched back. A copy is
+published once its step has succeeded. Parked blocks (`engine.cache.parked`) take priority: they evict the least
+recently used prefixes.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -17,8 +18,8 @@ from engine.cache.blocks import (
     CacheOperation,
     Tier,
 )
-from engine.cache.placement import restore_costs
-from engine.limits import SchedulerConfig
+from engine.cache.placement import EvictedPrefixes, restore_costs
+from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from predictor.features import LatencyPredictor
 
 
@@ -40,6 +41,7 @@ class Tiers:
         self._model = model
         # Host blocks that step `last_step` writes, with their hashes; each has a reference until the step ends.
         self._saving: dict[CacheBlock, bytes] = {}
+        self._evicted = EvictedPrefixes(config.host_units // UNITS_PER_BLOCK)
         self._priced_step: int | None = None
         self._computed = self._copied = 0.0
 
@@ -55,6 +57,10 @@ class Tiers:
             if block is None:
                 break
             found.append(block)
+        if self.host.num_units:
+            for index, block_hash in enumerate(hashes):
+                if not self._evicted.ask(block_hash) and index >= len(found):
+                    break
         return found
 
     def saving_step(self, block_hash: bytes) -> int | None:
@@ -140,6 +146,7 @@ class Tiers:
         assert block.block_hash is not None, "an unpublished block is cached"
         if not block.online or block.entry.tier is not Tier.DEVICE or not self.host.num_units:
             return
+        self._evicted.evict(block.block_hash)
         if (copy := self.host.find(block.block_hash)) is not None:  # mark the existing copy as recently used
             self.host.acquire(copy, online=True)
             self.host.release(copy, copy.last_step)
@@ -152,15 +159,16 @@ class Tiers:
             self.operations.append(CacheOperation(CacheAction.SWAP_OUT, block.entry, target.entry))
 
     def _copy_pays(self, kind: CacheKind, step_id: int) -> bool:
-        """Return whether a copy to the host and back is faster than recomputing the block at the start of a prompt.
+        """Return whether copying a block out, and back if it is asked for, is faster than recomputing it then.
 
-        Recomputing a later block takes longer still.
+        The price is that of a block at the start of a prompt; recomputing a later block takes longer still.
         """
         if step_id != self._priced_step:
             costs = restore_costs(self._model, self._config)
             self._computed = costs.recompute_seconds(0, self._config.block_size)
             self._copied, self._priced_step = costs.copy, step_id
-        return kind.form.units * self._copied < self._computed
+        share = self._evicted.share
+        return kind.form.units * self._copied * (1.0 + share) / 2.0 < share * self._computed
 
 
 def _action_order(operation: CacheOperation) -> int:
