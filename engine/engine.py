@@ -112,7 +112,8 @@ class Engine:
         self._tuner = tuner
         self._grammars = grammars
         self._streams: dict[str, OutputSink] = {}
-        self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, Callable[[], asyncio.Future[ModelRunnerOutput]], float]] = deque()
+        """Steps, functions that return the futures of their results, and times of launch."""
         self._step_started: float | None = None
         self._busy_since = clock()
         self._wake = asyncio.Event()
@@ -425,7 +426,7 @@ class Engine:
             if self._step_started is None:
                 self._step_started = self._clock()
                 self._watch_step(output)
-            self._in_flight.append((output, self._start(output)))
+            self._in_flight.append((output, self._start(output), self._clock()))
             if core.state.speculation is not None:
                 core.state.speculation.catch_up()  # index tokens for drafts while the step runs
             if core.has_offline:
@@ -435,20 +436,29 @@ class Engine:
         """Start the hang timer of a step. Warm-up steps get no predicted latency because they also initialize."""
         self._step_watch.begin(output.predicted_latency if self._warm else None)
 
-    def _start(self, output: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput]:
-        """Launch a step in the runner thread, and return a future of its result.
+    def _start(self, output: SchedulerOutput) -> Callable[[], asyncio.Future[ModelRunnerOutput]]:
+        """Launch a step in the runner thread. Return a function that returns a future of its result; call it once.
 
         On an asynchronous device a second thread waits for the result, so that the next launch can overlap. Elsewhere
-        the launch itself computes the step, and a step launched ahead starts after the previous one.
+        the launch itself computes the step, and a step launched ahead starts after the previous one. The leader of a
+        pipeline launches the next step before it asks for a result, so that all stages compute.
         """
-        launched = self._executor.submit(self.runner.launch, output)
-        return asyncio.wrap_future(self._waiter.submit(lambda: launched.result()()))
+        staged = self.core.state.staged
+        waiter, launched = self._executor if staged else self._waiter, self._executor.submit(self.runner.launch, output)
+
+        def collect() -> asyncio.Future[ModelRunnerOutput]:
+            return asyncio.wrap_future(waiter.submit(lambda: launched.result()()))
+
+        if staged:
+            return collect
+        future = collect()
+        return lambda: future
 
     async def _complete_oldest(self) -> None:
-        output, future = self._in_flight[0]
+        output, collect, launched = self._in_flight[0]
         result: ModelRunnerOutput | None = None
         try:
-            result = await future
+            result = await collect()
             check_result(output, result, self.info.vocab_size)
             if self._recorder is not None:
                 self._recorder.completed(result, self._clock())
@@ -462,7 +472,7 @@ class Engine:
         now = self._clock()
         self._step_started = now if self._in_flight else None
         # The time per token that a request observes: it includes scheduling and the delivery of the last step.
-        taken, self._busy_since = now - self._busy_since, now
+        taken, self._busy_since = now - (launched if self.core.state.staged else self._busy_since), now
         if self._in_flight:
             self._watch_step(self._in_flight[0][0])
         else:

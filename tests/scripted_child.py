@@ -252,7 +252,7 @@ def build(faults: Faults, config: EngineConfig, planned: child.Plan) -> Engine:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
     num_units = 2 * (config.num_gpu_blocks_override or 200)
     settings = scheduler_settings(config, num_units=num_units, max_model_len=CONTEXT)
-    settings = replace(settings, block_size=4, unit_bytes=1)
+    settings = replace(settings, block_size=4, unit_bytes=1, pipeline_depth=1, ahead_seconds=0.0)  # as on a CPU
     core = EngineCore(settings)
     info = EngineInfo(CONTEXT, VOCAB, frozenset({EOS}), "scripted", "none", "none", 0, 800, adapters=("sql",))
     info = replace(info, droppable=DroppableLayers(LAYERS, LAYER_BYTES, UNIT_LAYER_BYTES, num_units))

@@ -44,7 +44,9 @@ from engine.models.checkpoint import load_layers
 from engine.models.linear import make_linear
 from engine.models.spec import ModelSpec, load_spec, spec_from_config
 from engine.models.weights import DummyTensors, Gather, ResidentLayers, build_weights, matrices
+from engine.request import Request
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
+from engine.scheduling.state import InFlight
 from engine.triton_kernels import twins
 from predictor.model import LatencyModel
 
@@ -207,6 +209,51 @@ def test_micro_batches_are_under_way_together_and_change_no_token(kind: str) -> 
             driver.run()
         outputs.append(driver.outputs)
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_steps_of_a_pipeline_overlap_without_a_common_decode_and_change_no_token(kind: str) -> None:
+    """Prompts in chunks, pooling, drawn tokens, and a request that ends while its token passes the next stage."""
+    runners = [make(llama(), kind) for _ in range(3)]
+    for runner, layers in zip(runners, split_layers(LAYERS, [1.0, 1.0]), strict=False):
+        runner.drop(layers, UNITS)
+    requests = crowd(np.random.default_rng(8), 7, temperature=0.8)
+    requests += [EngineRequest(each.name, tuple(range(9, 49)), SamplingParams(1), pooling=each) for each in Pooling]
+    ended, outputs, vectors = make_request("ended", [7, 8, 9], 30), [], []
+    for runner in (runners[0], runners[2]):
+        driver = drive(runner, UNITS)
+        driver.add(ended, *requests)
+        if runner is runners[0]:
+            driver.core.config = driver.core.state.config = replace(driver.core.config, pipeline_depth=1)
+            driver.core.state.staged = True
+            with pipeline(*runners[:2], kind=CountingLink) as links:
+                abort_in_flight(driver, "ended")
+                while driver.step():
+                    first, second = (*driver.core.state.in_flight, None, None)[:2]
+                    assert not first or not second or not decoded(first) & decoded(second)
+            assert isinstance(links[0], CountingLink) and links[0].most == 2 and links[0].sent == 0
+            assert driver.most_in_flight == 2
+        else:
+            driver.run()
+        del driver.outputs["ended"]
+        vectors.append([np.frombuffer(driver.finals[each.name].embedding, dtype=np.float32) for each in Pooling])
+        outputs.append(driver.outputs)
+    assert outputs[0] == outputs[1]
+    for mine, alone in zip(*vectors, strict=True):
+        assert np.allclose(mine, alone, atol=1e-5)  # prompts are cut into other chunks
+
+
+def abort_in_flight(driver: Driver, name: str) -> None:
+    """Abort a request whose next token is in flight, and give its row to another request."""
+    request = driver.core.state.requests[name]
+    while not (request.num_output_tokens and request.num_placeholders):
+        assert driver.step()
+    driver.abort(name)
+
+
+def decoded(flight: InFlight) -> set[Request]:
+    """The requests that get a token by a step."""
+    return {each for chunk, each in zip(flight.output.chunks, flight.requests, strict=True) if chunk.sample}
 
 
 class Group:

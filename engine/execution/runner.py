@@ -134,6 +134,20 @@ class _Samples:
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
+FinishForward = Callable[[], tuple[Tensor, DeviceSamples | None]]
+"""Waits for the other stages of a step and returns the result of `Device.forward`."""
+
+
+@dataclass(slots=True)
+class _BegunStep:
+    """A step that passes the other stages of a pipeline; `rows` are those that it samples."""
+
+    rows: frozenset[int]
+    finish: Callable[[], _Samples | None]
+    samples: _Samples | None = None
+    error: Exception | None = None
+
+
 class Runner(Generic[DeviceT]):
     """Executes steps on one device; an `engine.scheduling.output.ModelRunner`."""
 
@@ -144,6 +158,9 @@ class Runner(Generic[DeviceT]):
         depth, size = device.pipeline_depth, device.rows.num_rows * (1 + LOGPROB_COLUMNS)
         self._results = deque(pinned(size, torch.int32, device.pool.device) for _ in range(depth + 2))
         self._unsettled: deque[_Samples] = deque()
+        self.begin_forward: Callable[[IntArray, FinishMasks | None], FinishForward] | None = None
+        """Begins a forward pass whose end other stages compute; None: the device computes all of it."""
+        self._begun: deque[_BegunStep] = deque()
         self._last_end = 0.0
         self._drafted = False
         self.masks: RowMasks | None = None
@@ -169,9 +186,15 @@ class Runner(Generic[DeviceT]):
         return self.device.stream.lost()
 
     def launch(self, output: SchedulerOutput) -> Collect:
-        """Start one step; if the device takes no steps ahead, return when it has ended."""
+        """Start one step; if the device takes no steps ahead, return when it has ended.
+
+        In a pipeline, return when the step has left this stage. Its result is completed when it is collected, or before
+        a step that needs its tokens.
+        """
         began, device = time.perf_counter(), self.device
         with torch.inference_mode(), device.stream.use():
+            if any(self._needs(step, output) for step in self._begun):
+                self._finish_begun()
             # Samples behind a wrong draft must not be stored after those of later steps.
             self._settle(all_but=0 if self._drafted else device.pipeline_depth)
             self._drafted = bool(output.drafts)
@@ -179,20 +202,64 @@ class Runner(Generic[DeviceT]):
             run_operations(device, output.operations)
             chunks = chunk_array(output.chunks)
             pools = self._pools.begin(chunks)
+            if self.begin_forward is not None and pools is None and len(chunks):
+                step = self._begin(chunks, self.begin_forward)
+                return partial(self._collect_begun, output.step_id, step, began)
+            self._finish_begun()  # stages answer in order
             samples = self._run(chunks, pools) if len(chunks) else None
             arrived = device.stream.mark() if samples is None or pools is not None else samples.arrived
         return partial(self._collect, output.step_id, samples, pools, arrived, began)
 
-    def _run(self, chunks: IntArray, pools: StepPools | None) -> _Samples | None:
-        """Run the forward pass and sample; return None without samples."""
-        rows = self._rows
+    @staticmethod
+    def _needs(step: _BegunStep, output: SchedulerOutput) -> bool:
+        """Return whether a later step reads or replaces a row that `step` samples."""
+        read = (chunk.row for chunk in output.chunks)
+        return not step.rows.isdisjoint((*output.released_rows, *(new.row for new in output.new_requests), *read))
+
+    def _begin(self, chunks: IntArray, begin: Callable[[IntArray, FinishMasks | None], FinishForward]) -> _BegunStep:
+        where, ends, every = self._sampled(chunks)
+        masks = self._begin_masks(where, ends, alone=every and not self.device.pipeline_depth)
+        finish = begin(chunks, masks)
+        step = _BegunStep(frozenset(where.tolist()), lambda: self._choose(*finish(), where, ends, masks))
+        self._begun.append(step)
+        return step
+
+    def _finish_begun(self) -> None:
+        """Complete all begun steps. An error is raised when its step is collected."""
+        while self._begun:
+            step = self._begun.popleft()
+            try:
+                step.samples = step.finish()
+            except Exception as error:
+                step.error = error
+
+    def _collect_begun(self, step_id: int, step: _BegunStep, began: float) -> ModelRunnerOutput:
+        with torch.inference_mode(), self.device.stream.use():
+            while step in self._begun:
+                self._finish_begun()
+            if step.error is not None:
+                raise step.error
+            arrived = self.device.stream.mark() if step.samples is None else step.samples.arrived
+        self._last_end = began  # steps overlap, and each lasts from its launch to its result
+        return self._collect(step_id, step.samples, None, arrived, began)
+
+    def _sampled(self, chunks: IntArray) -> tuple[IntArray, IntArray, bool]:
+        """Return rows and ends of the sampling chunks of `chunks [n, 4]`, and whether all chunks sample."""
         where, starts, lengths, sampled = chunks.T.copy()
         ends, every = starts + lengths, bool(sampled.all())
-        assert (ends <= rows.num_blocks[where] * rows.block_size).all(), "a block table is too short"
-        if not every:
-            where, ends = where[sampled > 0], ends[sampled > 0]
+        assert (ends <= self._rows.num_blocks[where] * self._rows.block_size).all(), "a block table is too short"
+        return (where, ends, True) if every else (where[sampled > 0], ends[sampled > 0], False)
+
+    def _run(self, chunks: IntArray, pools: StepPools | None) -> _Samples | None:
+        """Run the forward pass and sample; return None without samples."""
+        where, ends, every = self._sampled(chunks)
         masks = self._begin_masks(where, ends, alone=every and not self.device.pipeline_depth)
-        logits, samples = self.device.forward(chunks, masks, pools)
+        return self._choose(*self.device.forward(chunks, masks, pools), where, ends, masks)
+
+    def _choose(
+        self, logits: Tensor, samples: DeviceSamples | None, where: IntArray, ends: IntArray, masks: FinishMasks | None
+    ) -> _Samples | None:
+        """Sample from the result of a forward pass; return None without samples."""
         if not where.size:
             return None
         if samples is None:

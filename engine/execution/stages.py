@@ -18,6 +18,7 @@ charged the constant of a step once (Equation 1 in the paper charges it to each 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from queue import SimpleQueue
 from threading import Thread
@@ -30,7 +31,8 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.errors import ConfigError
-from engine.execution.runner import Device, Runner
+from engine.execution.masks import FinishMasks
+from engine.execution.runner import Device, FinishForward, Runner
 from engine.machine.child import Link
 from engine.models.decoder import Decoder
 from engine.models.weights import LayerWeights, ResidentLayers, matrices
@@ -171,6 +173,9 @@ class StagedDevice(Device, Protocol):
     decoder: Decoder
     beyond: "NextStage | None"
 
+    def begin_forward(self, chunks: IntArray, masks: FinishMasks | None) -> FinishForward:
+        """Run this stage of a step, as `forward` does, and return a function that waits for the other stages."""
+
     def keep(self, layers: range) -> None:
         """Run only these layers from now on. The pool is already arranged for them; other weights may be released."""
 
@@ -242,7 +247,7 @@ class PipelineRunner:
         """
         pool, every, absent = self._device.pool, range(self.num_layers), self._layers.absent
         self.prepare_restore(num_units)
-        self._device.beyond = None
+        self._device.beyond = self._runner.begin_forward = None
         with torch.inference_mode(), self._device.stream.use():
             if pool.layers != every or pool.num_units != num_units:
                 pool.relay(every, num_units)
@@ -274,10 +279,11 @@ class PipelineRunner:
         engine, a step runs as micro-batches if two concurrent stages are faster.
         """
         self._device.beyond = NextStage(self._device, link, model)
+        self._runner.begin_forward = self._device.begin_forward
 
     def end_lead(self) -> None:
         """Tell the follower that no steps follow. The link stays usable. Raises LinkLostError."""
-        beyond, self._device.beyond = self._device.beyond, None
+        beyond, self._device.beyond, self._runner.begin_forward = self._device.beyond, None, None
         if beyond is not None:
             beyond.link.send(_END)
 
@@ -354,8 +360,8 @@ class NextStage:
         `whole`: return a single batch.
         """
         self._sent.clear()  # left over from a failed step
-        if whole or self._model is None:
-            return [chunks]
+        if whole or self._model is None or (chunks[:, 2] == 1).all():
+            return [chunks]  # decodes of other steps are under way beside those of this one
         pieces = [BatchPiece(index, start, length) for index, (_, start, length, _) in enumerate(chunks.tolist())]
         return [_chunks_of(batch, chunks) for batch in quickest(pieces, self._model, stages=2)]
 
@@ -374,12 +380,16 @@ class NextStage:
         parts = [each.tobytes() for each in (renamed, tables, wanted, rows.is_long[chunks[:, 0]])]
         _send(self.link, head, [*parts, _bytes_of(hidden)])
 
-    def receive(self) -> list[Tensor]:
-        """Return the hidden state [parts, R, H] after the last layer for each `send` since the last call, in order.
+    def answers(self) -> Callable[[], list[Tensor]]:
+        """Return a function that waits for the answers to each `send` since the last call.
 
-        Raises StageError, after all answers have arrived, if one failed.
+        It returns the hidden states [parts, R, H] after the last layer, in order, and raises StageError, after all
+        answers have arrived, if one failed. Call the functions of several steps in the order of the steps.
         """
         sent, self._sent = self._sent, []
+        return partial(self._receive, sent)
+
+    def _receive(self, sent: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         found, failures = [], []
         for number, dtype in sent:
             while (answer := json.loads(self.link.receive()))["number"] != number:

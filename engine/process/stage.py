@@ -247,7 +247,7 @@ class PipelineStage:
 
     async def _go(self, role: str, arrived: Sequence[str]) -> None:
         engine = self._engine
-        self.role = role
+        self.role, engine.core.state.staged = role, role == LEADER
         if role == FOLLOWER:
             self._follow(self._needed_link())
             return
@@ -313,7 +313,7 @@ class PipelineStage:
         moves.resize_cache(0)
         await engine.aside(self._runner.restore, order.num_units)
         moves.resize_cache(order.num_units)
-        self.role, self.closed = WHOLE, False
+        self.role, self.closed, engine.core.state.staged = WHOLE, False, False
         engine.go()
         for request in order.requests:
             if not self._knows(request.request_id) and request.request_id not in self._aborted:

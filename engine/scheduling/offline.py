@@ -319,7 +319,7 @@ class OfflineFill:
         Same as `_continue` per decode, but faster.
         """
         state, step, ledger = self._state, self._step, self._step.ledger
-        if state.cache.num_compact or state.not_in_runner:
+        if state.cache.num_compact or state.not_in_runner or state.staged:
             return 0
         decodes, examined = self._leading_decodes(plan)
         if not decodes or len(decodes) > min(ledger.tokens_left, ledger.sequences_left):
@@ -357,7 +357,8 @@ class OfflineFill:
     def _continue(self, request: Request, allowance: OfflineAllowance) -> bool:
         """Add a running request. Return whether the rest of the plan should be tried."""
         wanted = request.num_pending_tokens
-        if request.last_step == self._step.step_id or not wanted:
+        awaited = self._state.staged and request.num_placeholders > 0  # by a step in flight, which shares no decode
+        if request.last_step == self._step.step_id or not wanted or awaited:
             return True
         length = self._length(request, allowance, request.num_computed_tokens, wanted)
         if length == 0:

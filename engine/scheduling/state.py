@@ -169,6 +169,7 @@ class SchedulerState:
         mean_prompt, mean_output: Moving averages of the tokens of online requests that ended.
         num_prompts, num_answers: Number of requests in these averages.
         speculation: Source of drafted tokens; None: no drafts.
+        staged: The engine leads a pipeline. Steps in flight then hold different decodes, so that no stage waits.
         num_contested: Steps without time for both the urgent prompts and those behind them; the two groups alternate.
     """
 
@@ -189,6 +190,7 @@ class SchedulerState:
         self.in_flight: deque[InFlight] = deque()
         self.arrivals = count()
         self.next_step_id = 0
+        self.staged = False
         self.offline_share = 1.0
         self.strict_share = EASY_SHARE
         self.cache = Cache(config, model)

@@ -340,6 +340,8 @@ class StepBuilder:
         """
         step, ledger, objective = self._step, self._step.ledger, self._state.objective
         decodes, prompts = due(online_order(self._state, step.now))
+        if self._state.staged:
+            decodes = next_half(decodes)
         self._prompts.any_running = bool(prompts)
         decodes, contexts = step.allocation.grow_decodes(decodes)
         timed = ledger.model is not None and (not math.isinf(objective.tbt) or bool(self._state.promised))
@@ -358,6 +360,14 @@ class StepBuilder:
             if math.isfinite(limit := ledger.tightest(slacks)):
                 self._prompts.time_limit = min(limit, objective.tbt)
         return len(step.chunks)
+
+
+def next_half(decodes: Sequence[Request]) -> list[Request]:
+    """Return the decodes of the next step of a pipeline: at most half of all, none with a token in flight.
+
+    While one half passes a stage, the other half passes the next stage (KunServe §4.3).
+    """
+    return [request for request in decodes if not request.num_placeholders][: -(-len(decodes) // 2)]
 
 
 def build_next(state: SchedulerState, recovery: FaultRecovery, plan: OfflinePlan | None, now: float) -> InFlight | None:
@@ -554,9 +564,10 @@ def may_run_ahead(state: SchedulerState) -> bool:
     A GPU must not wait for the host. On a CPU both use the same cores, so scheduling ahead pays only with few rows. An
     arrival then waits for one step more, so only short steps of decodes qualify, and only if no other request exists.
     Grammars and thinking budgets need the last token, so their requests cannot be scheduled ahead. A step with drafts
-    has no step behind it, because the number of its tokens is unknown; and drafts need the last token.
+    has no step behind it, because the number of its tokens is unknown; and drafts need the last token. Steps of a
+    pipeline share no decode, so they always run ahead.
     """
-    if not state.in_flight:
+    if not state.in_flight or state.staged:
         return True
     if state.speculation is not None and (any(step.guesses for step in state.in_flight) or _awaits_drafts(state)):
         return False

@@ -26,6 +26,8 @@ class StagedFake(FakeRunner):
         self.num_units = num_units
         self._coming: dict[int, tuple[list[_Cell | None], set[int]]] = {}
         self._link: Link | None = None
+        self._awaited: dict[int, int] = {}
+        """Rows whose token a step in flight samples, and that step."""
 
     def drop(self, keep: range, num_units: int) -> None:
         assert self._link is None and len(self.held) == LAYERS and 0 < len(keep) < LAYERS
@@ -73,17 +75,27 @@ class StagedFake(FakeRunner):
     def launch(self, output: SchedulerOutput) -> Collect:
         assert self._link is not None or len(self.held) == LAYERS, "half a model computes nothing"
         link = self._link
-        return (lambda: self.compute(output)) if link is None else (lambda: self._lead_step(link, output))
+        return (lambda: self.compute(output)) if link is None else self._lead_step(link, output)
 
     def compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """A step, by this engine's own cells."""
         return super().launch(output)()
 
-    def _lead_step(self, link: Link, output: SchedulerOutput) -> ModelRunnerOutput:
-        link.send(pickle.dumps(output))
+    def _lead_step(self, link: Link, output: SchedulerOutput) -> Collect:
+        """Both stages compute a step while the next one is launched, which must not need its tokens."""
+        for row in (*output.released_rows, *(new.row for new in output.new_requests)):
+            self._awaited.pop(row, None)
+        assert self._awaited.keys().isdisjoint(chunk.row for chunk in output.chunks), "a step needs a token in flight"
         own = self.compute(output)
-        assert pickle.loads(link.receive()) == own.token_ids, "the stages differ"
-        return own
+        link.send(pickle.dumps(output))
+        self._awaited.update((chunk.row, output.step_id) for chunk in output.chunks if chunk.sample)
+
+        def collect() -> ModelRunnerOutput:
+            self._awaited = {row: step for row, step in self._awaited.items() if step > output.step_id}
+            assert pickle.loads(link.receive()) == own.token_ids, "the stages differ"
+            return own
+
+        return collect
 
     def lead(self, link: Link, model: Any = None) -> None:
         assert self.held.start == 0 and len(self.held) < LAYERS

@@ -39,6 +39,7 @@ from engine.models.torch_ops import Rotary
 from engine.models.weights import LayerSource, LayerWeights
 
 if TYPE_CHECKING:
+    from engine.execution.runner import FinishForward
     from engine.execution.stages import NextStage
 
 
@@ -351,15 +352,14 @@ class TorchDevice(PoolDevice):
         self, chunks: IntArray, masks: FinishMasks | None = None, take: TakeHidden | None = None
     ) -> tuple[Tensor, DeviceSamples | None]:
         """See Device; the host samples."""
-        del masks
         if self.beyond is not None and take is None:
-            return self._run_pipeline(self.beyond, chunks), None
+            return self.begin_forward(chunks, masks)()
         if self.beyond is not None:
             (chunks,) = self.beyond.cut(chunks, whole=True)
         layout, x = self._begin(chunks)
         if self.beyond is not None:
             self.beyond.send(layout.chunks, x[None], np.arange(len(x)))
-            ((x,),) = self.beyond.receive()
+            ((x,),) = self.beyond.answers()()
         if take is not None:
             take(layout, self.decoder.normed(x), self.decoder.head)
         return self._logits(layout, x), None
@@ -380,13 +380,20 @@ class TorchDevice(PoolDevice):
         adapt = self.adapters.of_step(self.rows.adapters[layout.token_rows], device) if self.adapters else None
         return layout, self.decoder.run(x, attend, self.layers, adapt)
 
-    def _run_pipeline(self, beyond: "NextStage", chunks: IntArray) -> Tensor:
-        """Return the logits [S, vocab] from this device and the stages after it, one micro-batch after the other."""
-        for part in beyond.cut(chunks, whole=False):
+    def begin_forward(self, chunks: IntArray, masks: FinishMasks | None) -> "FinishForward":
+        """See StagedDevice."""
+        del masks
+        assert self.beyond is not None, "no stage follows"
+        for part in self.beyond.cut(chunks, whole=False):
             layout, x = self._begin(part)
-            beyond.send(layout.chunks, x[None], layout.sampled_tokens)
-        x = torch.cat([x for (x,) in beyond.receive()])
-        return self.decoder.logits(x) if len(x) else x
+            self.beyond.send(layout.chunks, x[None], layout.sampled_tokens)
+        answers = self.beyond.answers()
+
+        def finish() -> tuple[Tensor, None]:
+            x = torch.cat([x for (x,) in answers()])
+            return self.decoder.logits(x) if len(x) else x, None
+
+        return finish
 
     def keep(self, layers: range) -> None:
         """Run only these layers from now on. The pool is already arranged for them; other weights may be released."""
@@ -406,7 +413,7 @@ class TorchDevice(PoolDevice):
         x = torch.empty_like(x).index_copy_(0, came, x)[None]
         if self.beyond is not None:
             self.beyond.send(chunks, x, wanted)
-            return self.beyond.receive()[0]
+            return self.beyond.answers()()[0]
         return x.index_select(1, torch.from_numpy(wanted))
 
     def _plan(self, chunks: IntArray) -> tuple[ChunkGroups, HiddenPlan | None]:

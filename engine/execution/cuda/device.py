@@ -61,6 +61,7 @@ from engine.scheduling.output import LATE_TOKEN, UNMASKED_TOKEN
 from engine.triton_kernels import Kernels, configs
 
 if TYPE_CHECKING:
+    from engine.execution.runner import FinishForward
     from engine.execution.stages import NextStage
 
 
@@ -248,10 +249,10 @@ class Stage:
         self._out: Tensor | None = None
         self._entered: Mark | None = None
 
-    def lead(self, beyond: "NextStage", chunks: IntArray, take: TakeHidden | None) -> Tensor:
-        """Run chunks [n, 4] here and on the following stages; return the sampled hidden state [S, H] on the host.
+    def lead(self, beyond: "NextStage", chunks: IntArray, take: TakeHidden | None) -> Callable[[], Tensor]:
+        """Run chunks [n, 4] here. Return a function that returns their sampled hidden state [S, H] on the host.
 
-        All micro-batches are launched before the first result is awaited; each is sent on when it has ended.
+        All micro-batches are launched before the first one is sent on, which happens when it has ended.
         """
         layouts, begun = [], []
         for part in beyond.cut(chunks, whole=take is not None):
@@ -261,12 +262,17 @@ class Stage:
         for layout, hidden in zip(layouts, self._leave(begun), strict=True):
             wanted = layout.sampled_tokens if take is None else np.arange(len(hidden))
             beyond.send(layout.chunks, hidden[None], wanted)
-        came = torch.cat([hidden[0] for hidden in beyond.receive()])
-        if take is None:
-            return came
-        decoder = self._forward.decoder
-        take(layouts[0], decoder.normed(self.enter(came, len(came))), decoder.head)
-        return came[torch.from_numpy(layouts[0].sampled_tokens)]
+        answers = beyond.answers()
+
+        def receive() -> Tensor:
+            came = torch.cat([hidden[0] for hidden in answers()])
+            if take is None:
+                return came
+            decoder = self._forward.decoder
+            take(layouts[0], decoder.normed(self.enter(came, len(came))), decoder.head)
+            return came[torch.from_numpy(layouts[0].sampled_tokens)]
+
+        return receive
 
     def pass_through(self, beyond: "NextStage | None", chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
         """Run the next part of a step that another device began, with the data of `NextStage.send`, chunk i in row i.
@@ -286,7 +292,7 @@ class Stage:
         if beyond is None:
             return left[None]
         beyond.send(chunks, left[None], wanted)
-        return beyond.receive()[0]
+        return beyond.answers()()[0]
 
     def enter(self, hidden: Tensor, rows: int, order: IntArray | None = None) -> Tensor:
         """Copy hidden state [n, H], reordered by `order [n]`, from the host to the device, padded with zeros to `rows`
@@ -412,7 +418,7 @@ class CudaDevice:
     ) -> tuple[Tensor, DeviceSamples]:
         """See Device. Waits only for masks, while the device runs, and for other stages of a pipeline."""
         if self.beyond is not None:
-            return self._run_pipeline(self.beyond, chunks, masks, take)
+            return self._begin_pipeline(self.beyond, chunks, masks, take)()
         self.pool.begin(self.rows, chunks)
         last = self._repeat(chunks) if masks is None and take is None else None
         if last is not None:
@@ -484,18 +490,26 @@ class CudaDevice:
             raise ValueError(f"a unit is outside the pool of {self.pool.num_units} units")
         return self._stage.pass_through(self.beyond, chunks, hidden, wanted)
 
-    def _run_pipeline(
+    def begin_forward(self, chunks: IntArray, masks: FinishMasks | None) -> "FinishForward":
+        """See StagedDevice."""
+        assert self.beyond is not None, "no stage follows"
+        return self._begin_pipeline(self.beyond, chunks, masks, None)
+
+    def _begin_pipeline(
         self, beyond: "NextStage", chunks: IntArray, masks: FinishMasks | None, take: TakeHidden | None
-    ) -> tuple[Tensor, DeviceSamples]:
-        """See `forward`."""
-        came, layout = self._stage.lead(beyond, chunks, take), decodes_first(chunks)
-        inputs = self._fill(layout)
-        wishes = self._sampling.begin(layout)
-        self._upload()
-        self._forward.begin(inputs)
-        if len(came):
-            self._forward.finish(inputs, self._stage.enter(came, inputs.shape.samples))
-        return self._choose(inputs, len(layout.sampled), wishes, masks)
+    ) -> Callable[[], tuple[Tensor, DeviceSamples]]:
+        receive, layout = self._stage.lead(beyond, chunks, take), decodes_first(chunks)
+
+        def finish() -> tuple[Tensor, DeviceSamples]:
+            came, inputs = receive(), self._fill(layout)
+            wishes = self._sampling.begin(layout)
+            self._upload()
+            self._forward.begin(inputs)
+            if len(came):
+                self._forward.finish(inputs, self._stage.enter(came, inputs.shape.samples))
+            return self._choose(inputs, len(layout.sampled), wishes, masks)
+
+        return finish
 
     def _fill_and_upload(self, layout: Layout) -> StepInputs:
         """Begin a step of which only parts of the forward pass run."""

@@ -6,7 +6,7 @@ with adapters if layers are streamed.
 A model that the C++ library runs, bound to a pool of blocks and a table of rows: one call per step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -34,6 +34,7 @@ from engine.models.weights import ModelWeights, matrices
 from engine.scheduling.output import INVALID_TOKEN
 
 if TYPE_CHECKING:
+    from engine.execution.runner import FinishForward
     from engine.execution.stages import NextStage
 
 
@@ -124,19 +125,19 @@ class NativeModel:
             StepError: For an invalid step.
             StreamingError: If a streamed layer cannot be read.
         """
+        if beyond is not None:
+            return self.begin(chunks, beyond, logits=logits, whole=whole)()
         chunks = self._take(chunks)
         count = int(np.count_nonzero(chunks[:, 3]))
         kept = self._logits_for(count) if logits and count else None
         step = self._step(chunks, kept)
         if adapters is not None:
             self._run_adapted(step, int(chunks[:, 2].sum()), adapters)
-        elif self._pool.stream is not None or (self._layers.streamed and beyond is None):
+        elif self._pool.stream is not None or self._layers.streamed:
             self._run_streamed(step)
-        elif beyond is None:
+        else:
             lean = self._lean if not whole and int(chunks[:, 2].sum()) >= MANY_A_SAMPLE * count else None
             (lean or self._tape).run(self.native.team, step)
-        else:
-            self._run_pipeline(beyond, chunks, step, whole)
         return Sampled(self._best[:count], self._best_ids[:count], kept)
 
     def keep(self, layers: range) -> None:
@@ -156,19 +157,31 @@ class NativeModel:
         if beyond is None:
             return self._parts(wanted)
         beyond.send(chunks, self._parts(np.arange(hidden.shape[1])), wanted)
-        return beyond.receive()[0]
+        return beyond.answers()()[0]
 
-    def _run_pipeline(self, beyond: "NextStage", chunks: IntArray, step: TapeStep, whole: bool) -> None:
-        """Run a step as micro-batches over all stages; the head reads their rows as if they had run together."""
-        tape, team, last = self._tape, self.native.team, self._composed.layers[-1].stop
+    def begin(
+        self, chunks: IntArray, beyond: "NextStage", *, logits: bool, whole: bool = False
+    ) -> Callable[[], Sampled]:
+        """Run the layers kept here in micro-batches, as `run` does, and return a function for the rest of the step.
+
+        It waits for the other stages; its head reads the rows of the micro-batches as if they had run together.
+        """
+        chunks, team = self._take(chunks), self.native.team
         for part in beyond.cut(chunks, whole=whole):
-            part_step = self._step(part, None)
-            tape.begin(team, part_step)
-            tape.run_ops(team, 0, last)
+            self._tape.begin(team, self._step(part, None))
+            self._tape.run_ops(team, 0, self._composed.layers[-1].stop)
             beyond.send(part, self._parts(np.arange(int(part[:, 2].sum()))), _wanted(part, whole))
-        tape.begin(team, step)
-        self._put(_wanted(chunks, whole), torch.cat(beyond.receive(), dim=1))
-        tape.run_ops(team, last, len(self._composed.ops))
+        answers, count = beyond.answers(), int(np.count_nonzero(chunks[:, 3]))
+
+        def finish() -> Sampled:
+            hidden = torch.cat(answers(), dim=1)
+            kept = self._logits_for(count) if logits and count else None
+            self._tape.begin(team, self._step(chunks, kept))
+            self._put(_wanted(chunks, whole), hidden)
+            self._tape.run_ops(team, self._composed.layers[-1].stop, len(self._composed.ops))
+            return Sampled(self._best[:count], self._best_ids[:count], kept)
+
+        return finish
 
     def _addends(self) -> list[Tensor]:
         """Return the rows whose sum is the hidden state between layers."""
@@ -351,15 +364,27 @@ class NativeDevice(TorchDevice):
         if has_adapters:
             numbers = np.repeat(self.rows.adapters[chunks[:, 0]], chunks[:, 2])
             adapted = self.adapters.of_step(numbers, self.pool.device)
-        where, table = chunks[chunks[:, 3] > 0, 0], self.rows.sampling
-        plain = masks is None and table.plain(where)
         result = self._native.run(
-            chunks, logits=not plain, beyond=self.beyond, whole=take is not None, adapters=adapted
+            chunks,
+            logits=not self._is_plain(chunks, masks),
+            beyond=self.beyond,
+            whole=take is not None,
+            adapters=adapted,
         )
         if take is not None:
             hidden = self._native.hidden(int(chunks[:, 2].sum()))
             take(Layout.of(chunks, np.arange(len(chunks))), self.decoder.normed(hidden), self.decoder.head)
         return result.as_given()
+
+    def begin_forward(self, chunks: IntArray, masks: FinishMasks | None) -> "FinishForward":
+        """See StagedDevice."""
+        assert self.beyond is not None, "no stage follows"
+        finish = self._native.begin(chunks, self.beyond, logits=not self._is_plain(chunks, masks))
+        return lambda: finish().as_given()
+
+    def _is_plain(self, chunks: IntArray, masks: FinishMasks | None) -> bool:
+        """Return whether all samples of a step are unrestricted and greedy."""
+        return masks is None and bool(self.rows.sampling.plain(chunks[chunks[:, 3] > 0, 0]))
 
     def keep(self, layers: range) -> None:
         """See TorchDevice."""
