@@ -23,6 +23,7 @@ from engine.triton_kernels.norms import (
     scale_rows,
     silu_and_mul,
     silu_and_mul_rounded,
+    unpack_tiles,
 )
 from engine.triton_kernels.step_tokens import accept_tokens, begin_step, embed_tokens, softcap
 from engine.triton_kernels.work import DecodeWork
@@ -187,6 +188,23 @@ def test_round_rows(rows: int, width: int, dtype: torch.dtype) -> None:
     for bad in (NAN, -torch.inf) if rows else ():
         x[0, -1] = bad
         assert round_rows(x)[1].isnan().flatten().tolist() == [True] + [False] * (rows + 1)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "inner", "group"), [(24, 384, 8, 128), (8, 96, 2, 32), (40, 64, 4, 64)])
+def test_unpack_tiles(outputs: int, inputs: int, inner: int, group: int) -> None:
+    """To the last bit on a GPU (the interpreter cuts bfloat16 off), whatever the order of values in a tile."""
+    generator, depth = torch.Generator().manual_seed(inner), 16 * inner
+    shape = (outputs // 8, inputs // depth, 32, inner // 2)
+    tiles = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, generator=generator).to(DEVICE)
+    places = torch.randperm(8 * depth, generator=generator).to(DEVICE)
+    scales = torch.rand((inputs // group, outputs), generator=generator).bfloat16() + 0.01
+    zeros = torch.randint(0, 16, scales.shape, generator=generator)
+    scales[0, 0] = 0.0
+    both = torch.stack((scales, ((8 - zeros) * scales.float()).bfloat16()), -1).to(DEVICE)
+    expected = compact.TiledWeight(tiles, places, both).unpacked()
+    found = unpack_tiles(tiles, places, both)
+    torch.testing.assert_close(found, expected, rtol=2**-7 if DEVICE.type == "cpu" else 0.0, atol=0.0)
+    assert not found[0, :group].any(), "a scale of zero makes zeros"
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # of an infinity, from itself

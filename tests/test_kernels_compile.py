@@ -44,6 +44,7 @@ from engine.triton_kernels.norms import (  # noqa: E402
     scale_rows,
     silu_and_mul,
     silu_and_mul_rounded,
+    unpack_tiles,
 )
 from engine.triton_kernels.step_tokens import begin_step  # noqa: E402
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch  # noqa: E402
@@ -264,6 +265,14 @@ def test_rounding_to_floats_of_8_bits(arch: int, width: int) -> None:
         for residual in (rows, None):
             binaries += launched(arch, add_rms_norm_rounded, rows, residual, weight, 1e-5, scale)
         assert len(binaries) == 3 and all(each.stack == 0 for each in binaries)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 89, 90, 120])
+def test_unpacking_of_4_bits(arch: int) -> None:
+    tiles, places = meta(512, 32, 32, 4, dtype=torch.int32), meta(1024, dtype=torch.int64)
+    (binary,) = launched(arch, unpack_tiles, tiles, places, meta(32, 4096, 2))
+    assert binary.stack == 0 and binary.registers <= 96
 
 
 @pytest.mark.slow

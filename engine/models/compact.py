@@ -220,14 +220,16 @@ class Tiles:
     Args:
         pack: (values [n, k / 2] uint8, the first of two inputs in the upper bits, inner) -> tiles.
         multiply: (x [T, k], tiles, group, scales and zeros [groups, n, 2]) -> [T, n].
+        unpack: (tiles, places, both) -> [n, k], as of `TiledWeight`; None: by torch, in several passes.
     """
 
     def __init__(
         self,
         pack: Callable[..., Tensor] = torch.ops.aten._convert_weight_to_int4pack,
         multiply: Callable[..., Tensor] = torch.ops.aten._weight_int4pack_mm,
+        unpack: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self._pack, self._multiply = pack, multiply
+        self._pack, self._multiply, self._unpack = pack, multiply, unpack
         self._places = cache(self._find_places)
 
     def weight_of(self, weight: PackedWeight) -> TiledWeight | None:
@@ -244,6 +246,11 @@ class Tiles:
 
     def product(self, weight: TiledWeight, x: Tensor) -> Tensor:
         return self._multiply(x, weight.tiles, weight.shape[1] // len(weight.both), weight.both)
+
+    def unpacked(self, weight: TiledWeight) -> Tensor:
+        """Return the weight [n, k]."""
+        unpack = self._unpack
+        return weight.unpacked() if unpack is None else unpack(weight.tiles, weight.places, weight.both)
 
     def _find_places(self, inner: int, device: torch.device) -> Tensor:
         """Return `TiledWeight.places`, by packing a tile whose values are the digits of their own places."""
@@ -297,7 +304,10 @@ class _Weight(Protocol):
 
 
 class CompactLinear:
-    """A `Linear` on a weight in few bits. `product` multiplies up to `most_rows` rows; else the weight is unpacked."""
+    """A `Linear` on a weight in few bits.
+
+    `product` multiplies up to `most_rows` rows. For more, `unpack` makes the weight dense, by default `unpacked` of it.
+    """
 
     def __init__(
         self,
@@ -305,14 +315,17 @@ class CompactLinear:
         bias: Tensor | None,
         product: Callable[[Any, Tensor], Tensor] | None = None,
         most_rows: float = torch.inf,
+        unpack: Callable[[Any], Tensor] | None = None,
     ) -> None:
         self.out_features, self.in_features = weight.shape
         self._weight, self._bias, self._product, self._most_rows = weight, bias, product, most_rows
+        self._unpack = unpack
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
         if self._product is None or len(rows) > self._most_rows:
-            return functional.linear(x, self._weight.unpacked(), self._bias)
+            weight = self._weight.unpacked() if self._unpack is None else self._unpack(self._weight)
+            return functional.linear(x, weight, self._bias)
         y = self._product(self._weight, rows.contiguous())
         return (y if self._bias is None else y + self._bias).view(*x.shape[:-1], self.out_features)
 
@@ -358,7 +371,7 @@ def make_compact(
         tiled = None if tiles is None else tiles.weight_of(weight)
         if tiles is None or tiled is None:
             return CompactLinear(weight, bias)
-        return CompactLinear(tiled, bias, tiles.product, FEW_ROWS)
+        return CompactLinear(tiled, bias, tiles.product, FEW_ROWS, tiles.unpacked)
     return make_linear(weight, bias) if isinstance(weight, Tensor) else make_float8(weight, bias, rounding=rounding)
 
 
@@ -383,6 +396,8 @@ def check(
             assert weight is not None, "tiles divide this weight"
             if not torch.equal(pack_values(weight.values()), packed.values):
                 return "values are lost in tiles of 4 bits"
+            if not torch.equal(tiles.unpacked(weight), weight.unpacked()):
+                return "unpacks other values"
             error = max(_error(tiles.product(weight, each), each, packed.unpacked()) for each in batches)
         elif make is not None:
             error = max(_error(make(dense)(each), each, dense) for each in batches)

@@ -1,9 +1,11 @@
-"""Norms, gates of feed-forward layers, and rounding of rows.
+"""Norms, gates of feed-forward layers, rounding of rows, and unpacking of weights.
 
 RMS norm and layer norm. Fused variants add a residual before the norm, normalise the addend, add a second branch, or
 round the result to 8-bit floats. Twin: engine.models.torch_ops.
 
 Round input rows of a linear layer to 8-bit floats (e4m3), with one scale per row. Twin: engine.models.compact.
+
+Unpack a weight of 4 bits in one pass, for the steps whose rows its tiles do not multiply. Twin: `TiledWeight.unpacked`.
 
 Gate of a feed-forward layer: silu(gate) * up (SwiGLU) or gelu_tanh(gate) * up (GeGLU), from one projection. SwiGLU
 can be rounded to 8-bit floats for a next layer that computes with them.
@@ -119,6 +121,44 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
             x, values, scales, x.shape[1], SMALLEST=SMALLEST, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False
         )
     return values, scales
+
+
+_TILE_ROWS, _TILES_EACH = 8, 4
+"""Outputs of a tile, and tiles of one program, which lie side by side along the inputs."""
+
+
+@triton.jit
+def unpack_tiles_kernel(
+    tiles, places, both, out, num_tiles, along, outputs, group,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One program per TILES tiles of ROWS outputs and DEPTH inputs."""
+    spot = tl.arange(0, ROWS * DEPTH)
+    place = tl.load(places + spot).to(tl.int32)
+    for step in range(TILES):
+        tile = (tl.program_id(0) * TILES + step).to(tl.int64)
+        inside = spot + tile * (ROWS * DEPTH) < num_tiles.to(tl.int64) * (ROWS * DEPTH)
+        pair = tl.load(tiles + tile * (ROWS * DEPTH // 2) + place // 2, mask=inside, other=0)
+        value = (tl.where(place % 2 == 0, pair & 15, pair >> 4)).to(tl.float32)
+        row, column = tile // along * ROWS + spot // DEPTH, tile % along * DEPTH + spot % DEPTH
+        at = (column // group * outputs + row) * 2
+        scale = tl.load(both + at, mask=inside, other=1.0).to(tl.float32)
+        added = tl.load(both + at + 1, mask=inside, other=0.0).to(tl.float32)
+        zero = tl.where(scale == 0.0, 0.0, tl.floor(8.5 - added / tl.where(scale == 0.0, 1.0, scale)))
+        result = ((value - zero) * scale).to(out.dtype.element_ty)
+        tl.store(out + row * (along * DEPTH) + column, result, mask=inside)
+
+
+def unpack_tiles(tiles: Tensor, places: Tensor, both: Tensor) -> Tensor:
+    """Return the weight [n, k] bfloat16 of tiles of 4 bits; the arguments are those of a `TiledWeight`."""
+    down, along = tiles.shape[:2]
+    depth, outputs = len(places) // _TILE_ROWS, both.shape[1]
+    out = both.new_empty((outputs, along * depth))
+    unpack_tiles_kernel[(triton.cdiv(down * along, _TILES_EACH),)](
+        tiles.view(torch.uint8), places, both, out, down * along, along, outputs, along * depth // len(both),
+        DEPTH=depth, ROWS=_TILE_ROWS, TILES=_TILES_EACH, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
 
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"

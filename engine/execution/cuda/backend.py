@@ -299,7 +299,11 @@ class CudaBackend(Backend):
 def _compact(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> tuple[LaunchPlan, MakeLinear]:
     """Return the plan, and a maker of layers on the stored bits whose operators have been compared on this device."""
     rounding, group = _rounding(by_kernels=plan.by_kernels), 0
-    given: dict[str, Any] = {"blocks": Blocks(rounding)} if plan.quantization == BLOCKS else {"tiles": Tiles()}
+    unpack = None
+    if plan.by_kernels and launch_refusal() is None:
+        unpack = importlib.import_module("engine.triton_kernels.norms").unpack_tiles
+    tiles = {"tiles": Tiles(unpack=unpack)}
+    given: dict[str, Any] = {"blocks": Blocks(rounding)} if plan.quantization == BLOCKS else tiles
     if config.load_format == "dummy":
         group = plan.rounded_group(config.load_format)
     if fault := check(torch.device(plan.device), **given) if plan.by_kernels else "is not used (--kernels torch)":
