@@ -22,7 +22,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -45,11 +46,14 @@ from batch_tools import (
     upload,
 )
 from fake_engine import MODEL
+from hypothesis import given
+from hypothesis import strategies as st
 from recording_disk import IO_ERROR, NO_SPACE, READINGS, FaultyDisk, Log, RecordingDisk, write_image
 from support.lazy import openai
 
 from engine.api import RequestClass
 from engine.text.tokenizer import Tokenizer
+from gateway.batch.feeder import CONTROL_RANK, LineOrder
 from gateway.batch.input import LinePlaces, check_input, prefix_key, read_lines
 from gateway.batch.line import LineAnswer, LineOrigin
 from gateway.batch.run import BatchLimits, FeedOrder, Job, LineSizes, Window, by_deadline
@@ -722,3 +726,29 @@ async def test_only_a_long_line_of_a_batch_rests(
         assert not rests, "a short one asks no thread"
         await until(client, (await submit(client, jsonl([line(2, prompt="long " * 2_000)]))).id)
         assert rests
+
+
+# ---- the choice of lines
+
+
+class LinesAt:
+    async def lines_at(self, _batch_id: str, ranks: list[int]) -> list[LineRef]:
+        return [LineRef(rank, rank + 1, 100 * rank, 100) for rank in ranks]
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 12), st.integers(1, 20), st.booleans(), st.booleans())
+async def test_no_line_is_lost_by_a_turn(
+    num_old: int, num_ahead: int, room: int, most: int, fails: bool, has_control: bool
+) -> None:
+    """Whatever the window has room for, also while a batch pauses for a common cause, every line is fed or waits."""
+    window = Window(room + 1, 2**30)  # a turn begins only while there is room
+    run = SimpleNamespace(window=window, store=LinesAt())
+    job = a_job(9, exhausted=True)
+    job.retry.extend(LineRef(rank, rank + 1, 0, 100) for rank in range(num_old))
+    job.ahead = list(range(num_old, num_old + num_ahead))
+    job.trials.pauses = int(fails)
+    job.trials.control = LineRef(CONTROL_RANK, 1, 0, 100) if has_control else None
+    taken = await LineOrder(cast(Any, run), cast(Any, None)).take(job, most)
+    assert len(taken) <= room + 1 and (taken or not (num_old or num_ahead))
+    fed = [ref.rank for ref in taken if ref.rank != CONTROL_RANK]
+    assert sorted([*fed, *(ref.rank for ref in job.retry), *job.ahead]) == list(range(num_old + num_ahead))

@@ -55,7 +55,7 @@ class LineOrder:
         refs = self._run.window.fitting([*old, *new, *([] if control is None else [control])])
         for _ in range(min(len(refs), len(old))):
             job.retry.popleft()
-        del job.ahead[: min(len(new), len(refs) - len(old))]
+        del job.ahead[: min(len(new), max(0, len(refs) - len(old)))]  # the window may have no room for all old ones
         return refs
 
     async def _new(self, job: Job, most: int) -> list[LineRef]:
