@@ -1,7 +1,8 @@
 """Chats beside offline work on this server and on vLLM with priorities: chats within both limits, offline work done.
 
 One server runs at a time, because an idle server still takes memory and processor time. Each seed starts every server
-anew, in a different order, sends a warm-up load, and then runs the loads of `--loads` with the same arrivals and words.
+anew, in a different order, sends a warm-up load, and then runs the loads of `--loads` with the same arrivals and words;
+this server also without offline work.
 `--sweep` measures vLLM at every pair of `--tokens` (tokens a step) and `--rows` (rows a step); its best point is the
 one with the most offline output among those that keep at least BEST_KEPT of the chats.
 The limits apply to the TTFT from the scheduled arrival and to the nearest-rank P99 of a request's own gaps.
@@ -44,6 +45,8 @@ from benchmarks.peers.engine import Engine, start_all
 from benchmarks.weights import LAYERS, make_checkpoint
 from loadgen.arrivals import RateCurve, constant_rate, sine
 
+ALONE = "tidemill, no batch"
+"""Arm of this server without offline work."""
 BEST_KEPT = 0.95
 """Minimum share of kept chats of a peer's best point."""
 PERIODS = 3
@@ -61,7 +64,7 @@ class Load:
     """Online load of one run. `curve` makes the rate over time from the mean rate and the run's seconds."""
 
     curve: Callable[[float, float], RateCurve]
-    prompt: int = ONLINE_PROMPT
+    prompts: tuple[int, ...] = (ONLINE_PROMPT,)  # in turn
     beside: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
@@ -69,11 +72,12 @@ LOADS = {
     "steady": Load(lambda rate, _: constant_rate(rate)),
     "sine": Load(lambda rate, seconds: sine(rate, rate, seconds / PERIODS)),
     "double": Load(lambda rate, _: constant_rate(2.0 * rate)),
-    "long": Load(lambda rate, _: constant_rate(rate), prompt=4 * ONLINE_PROMPT),
+    "long": Load(lambda rate, _: constant_rate(rate), prompts=(4 * ONLINE_PROMPT,)),
+    "long2k": Load(lambda rate, _: constant_rate(rate), prompts=(*(ONLINE_PROMPT,) * 9, 16 * ONLINE_PROMPT)),
     "disturbed": Load(lambda rate, _: constant_rate(rate), beside=lambda: restless(DISTURBERS)),
 }
 """Loads by name: constant rate; a sine from 0 to twice the rate; twice the rate; prompts of four times the length;
-constant rate beside a process that competes for the cores."""
+one prompt in ten of 16 times the length; constant rate beside a process that competes for the cores."""
 
 
 @dataclass(slots=True)
@@ -82,7 +86,7 @@ class Arm:
 
     name: str
     engine: Engine
-    tier: str
+    tier: str | None  # None: no offline work
     runs: dict[str, list[Run]] = field(default_factory=dict)
 
     def measure(
@@ -115,10 +119,11 @@ def ttfts_of(run: Run) -> list[float]:
 
 
 def arms_of(engine: Engine) -> list[Arm]:
-    """Return the arms of an engine: flex requests and a batch job for this server, low-priority requests for a peer."""
+    """Return the arms of an engine: low-priority requests for a peer; for this server chats alone, flex requests and a
+    batch job."""
     if engine.offline is not None:
         return [Arm(engine.name, engine, "default")]
-    return [Arm("tidemill, flex", engine, "flex"), Arm("tidemill, batch", engine, JOB)]
+    return [Arm(ALONE, engine, None), Arm("tidemill, flex", engine, "flex"), Arm("tidemill, batch", engine, JOB)]
 
 
 def points_of(args: argparse.Namespace, slo: str) -> list[Engine]:
@@ -143,7 +148,7 @@ def compare(arms: Sequence[Arm], folder: Path, args: argparse.Namespace, **setti
             with ExitStack() as stack:
                 for _, served in start_all([engine], folder, stack, required=engine.offline is None):
                     own = [arm for arm in arms if arm.engine is engine]
-                    own[0].measure(served, warm, args.learning, 0, **settings)
+                    next(arm for arm in own if arm.tier).measure(served, warm, args.learning, 0, **settings)
                     measure_loads(own, served, seed, args, **settings)
 
 
@@ -154,7 +159,7 @@ def measure_loads(arms: Sequence[Arm], served: Served, seed: int, args: argparse
         arrivals = poisson(load.curve(args.rate, args.seconds), args.seconds, seed)
         for arm in arms:
             with load.beside():
-                run = arm.measure(served, arrivals, args.seconds, seed, name, prompt=load.prompt, **settings)
+                run = arm.measure(served, arrivals, args.seconds, seed, name, prompts=load.prompts, **settings)
             summarise(f"{arm.name}, {name} {seed}", [run], args.ttft, args.tbt)
 
 
@@ -178,9 +183,12 @@ def kept_of(found: dict[str, Any]) -> float:
 
 
 def verdict(found: dict[str, dict[str, Any]], load: str) -> Iterator[str]:
-    """Yield the best point of the peers under a load, and each arm of this server relative to it."""
+    """Yield each arm of this server relative to its chats alone, and to the best point of the peers under a load."""
     rates = {name: mean(each["offline_output_tokens"]) for name, each in found.items() if each["online"]}
+    alone = sum(found[ALONE]["kept"]) if rates.pop(ALONE, None) is not None else 0
     ours = [name for name in rates if name.startswith("tidemill")]
+    for name in ours if alone else ():
+        yield f"{load}: {name}: {sum(found[name]['kept'])} chats kept, {alone} alone"
     good = [name for name in rates if name not in ours and kept_of(found[name]) >= BEST_KEPT]
     if not good:
         if len(ours) < len(rates):

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, stdev
 from typing import Any
 
@@ -47,12 +47,14 @@ class Run:
     """One arm with one seed: online requests by arrival; `offline` holds (time, tokens) as they were delivered.
 
     `offline` counts a prompt with its first token, `offline_output` only output tokens (empty for a batch job).
+    `beside`: predicted seconds of offline work in steps with online work.
     """
 
     online: list[RequestRecord]
     offline: list[tuple[float, float]]
     seconds: float
     offline_output: list[tuple[float, float]] = field(default_factory=list)
+    beside: float = 0.0
 
     @property
     def offline_rate(self) -> float:
@@ -85,15 +87,16 @@ def plan_arm(
     *,
     outstanding: int | None = None,
     job_rate: float | None = None,
-    prompt: int = ONLINE_PROMPT,
+    prompts: Sequence[int] = (ONLINE_PROMPT,),
     **settings: Any,
 ) -> Plan:
-    """Return a plan of online arrivals (perhaps none) with `prompt` tokens each, beside offline work.
+    """Return a plan of online arrivals (perhaps none) with `prompts` tokens in turn, beside offline work.
 
     The offline work is `outstanding` clients of a tier, one batch job (`JOB`) with lines for `job_rate` tokens/s, or
     none. `settings` are further settings of the plan.
     """
-    online = fixed(1, prompt, ONLINE_OUTPUT).at(np.array(arrivals)) if arrivals else None
+    lengths = fixed(len(prompts), 1, ONLINE_OUTPUT)
+    online = replace(lengths, input_tokens=np.array(prompts)).at(np.array(arrivals)) if arrivals else None
     rate = JOB_TOKENS_PER_SECOND if job_rate is None else job_rate
     lines = math.ceil(seconds * rate / (OFFLINE_PROMPT + OFFLINE_OUTPUT))
     job = Job(fixed(lines if tier == JOB else 10 * lines, OFFLINE_PROMPT, OFFLINE_OUTPUT))
@@ -122,14 +125,21 @@ async def run_arm(
     """Run one arm once the server is quiet by the metrics named in `quiet`. A job is uploaded inside the arm."""
     await wait_quiet(url, quiet)
     watch = Watch((TOKENS,), live.look_interval(seconds)) if tier == JOB else None
+    used = await used_beside(url)
     records = await live.run(plan_arm(url, arrivals, seconds, tier, seed, **settings), watch)
     for job in records.jobs:
         check_job(job)
     online = [record for record in records.requests if record.service_class == "online"]
     online.sort(key=lambda record: record.index)
+    used = await used_beside(url) - used
     if watch is not None:
-        return Run(online, watch.grown(TOKENS), seconds)
-    return Run(online, delivered(records), seconds, output_of(records))
+        return Run(online, watch.grown(TOKENS), seconds, beside=used)
+    return Run(online, delivered(records), seconds, output_of(records), used)
+
+
+async def used_beside(url: str) -> float:
+    """Return the server's predicted seconds of offline work in steps with online work, 0 for another server."""
+    return live.read_metric(await live.metrics_page(url), "tidemill_leftover_used_seconds_total", missing=0.0)
 
 
 def run_alone(
@@ -139,12 +149,14 @@ def run_alone(
     seconds: float,
     tier: str | None,
     seed: int,
+    learning: float | None = None,
     **settings: Any,
 ) -> Run:
-    """Run one arm on a server of its own, so that no arm changes another."""
+    """Run one arm on a server of its own, so that no arm changes another, after `learning` seconds of the load."""
+    before = LEARNING if learning is None else learning
     with serve() as url:
-        warm = [i / rate for i in range(int(rate * LEARNING))]
-        asyncio.run(run_arm(url, warm, LEARNING, "flex", 0, **settings))
+        warm = [i / rate for i in range(int(rate * before))]
+        asyncio.run(run_arm(url, warm, before, "flex", 0, **settings))
         return asyncio.run(run_arm(url, arrivals, seconds, tier, seed, **settings))
 
 

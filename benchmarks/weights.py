@@ -15,6 +15,8 @@ from benchmarks.live import CONFIG
 from loadgen.plan import ANCHOR, COMMON_WORDS, WordCosts
 
 LAYERS: int = CONFIG["num_hidden_layers"]
+CONTEXT = 4096
+"""Context in tokens, for prompts of 2,048 tokens and their answers."""
 SPACE = "Ġ"
 """How a byte-level vocabulary writes a space."""
 ENDLESS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
@@ -60,7 +62,8 @@ def make_checkpoint(folder: Path, dtype: str, layers: int = LAYERS) -> WordCosts
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = {**CONFIG, **ENDLESS, "torch_dtype": dtype, "num_hidden_layers": layers}
+    sizes = {"num_hidden_layers": layers, "max_position_embeddings": CONTEXT}
+    config = {**CONFIG, **ENDLESS, "torch_dtype": dtype, **sizes}
     torch.manual_seed(0)
     settings = AutoConfig.for_model(**config)
     AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype)).save_pretrained(folder)

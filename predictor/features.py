@@ -238,6 +238,9 @@ class LatencyPredictor(Protocol):
     def likely(self) -> "LatencyPredictor":
         """Return the predictor without margins, at the fastest speed that is plausible for the next seconds."""
 
+    def steady(self) -> "LatencyPredictor":
+        """Return the predictor without margins, for the sum of many steps: their variations cancel out."""
+
     def predict(self, features: BatchFeatures) -> float:
         """Return the time of the whole step; of the empty step, the fixed cost of any step."""
 

@@ -253,6 +253,9 @@ class LatencyModel:
     def likely(self) -> "LatencyModel":
         return self
 
+    def steady(self) -> "LatencyModel":
+        return self
+
     def scaled(self, factor: float) -> "LatencyModel":
         """Return the model of a device on which every step takes `factor` times as long."""
         linear = {name: factor * getattr(self, name) for name in LINEAR_TERMS}

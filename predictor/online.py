@@ -333,8 +333,16 @@ class OnlineModel:
 
         In the first SURE_SECONDS the machine may be up to UNSURE times as fast as its profile says.
         """
-        view, unsure = copy(self), UNSURE ** max(0.0, 1.0 - self._clock / SURE_SECONDS)
-        view.scale = view._usual_scale = min(self.scale, self._usual_scale) / unsure
+        unsure = UNSURE ** max(0.0, 1.0 - self._clock / SURE_SECONDS)
+        return self._without_margins(min(self.scale, self._usual_scale) / unsure)
+
+    def steady(self) -> "OnlineModel":
+        """Return a view without margins at the slower of current and usual speed, valid until the next step."""
+        return self._without_margins(self._sure_scale)
+
+    def _without_margins(self, scale: float) -> "OnlineModel":
+        view = copy(self)
+        view.scale = view._usual_scale = scale
         view._margins = [0.0] * len(self._margins)
         return view
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import drawing, features, live, pressure, speculation
+from benchmarks.colocation import interference
+from benchmarks.colocation_peers import verdict
 from benchmarks.colocation_plot import draw
 from benchmarks.drawing import Mark, Series
 from benchmarks.feature_loads import all_of, conversations, random_bodies
@@ -35,6 +37,25 @@ def test_attainment_is_paired_by_request() -> None:
     alone, beside = Run([warm, fast, fast], [], 10.0), Run([warm, fast, late], [], 10.0)
     change, lower = paired_bound([beside], [alone], 1.0, 0.2)
     assert change == -0.5 and lower < change
+
+
+def test_interference_is_paired_by_request() -> None:
+    alone = Run([record(6.0, 6.5, 7.0), record(8.0, 8.25, 8.5)], [], 20.0)
+    ours = Run([record(6.0, 6.75, 7.25), record(8.0, 8.25, 9.0)], [], 20.0, beside=3.0)
+    first, second, third = interference("ours", [ours], [alone])
+    assert first.startswith("ours, 2 pairs: mean TTFT +33.3%") and first.endswith("P99 +50.0%")
+    assert "mean TBT +66.7%" in second and second.endswith("P99 +50.0%")
+    assert third.startswith("ours: 3.0 of 20 s")
+
+
+def test_arms_are_relative_to_the_chats_alone_and_to_the_best_peer() -> None:
+    def arm(kept: int, output: float) -> dict[str, list[float]]:
+        return {"online": [100], "kept": [kept], "offline_output_tokens": [output]}
+
+    found = {"tidemill, no batch": arm(90, 0.0), "tidemill, batch": arm(89, 30.0), "vLLM": arm(96, 20.0)}
+    lines = list(verdict(found, "long"))
+    assert lines[0] == "long: tidemill, batch: 89 chats kept, 90 alone"
+    assert lines[-1].endswith("89.0% kept, 1.50 times its output") and len(lines) == 3
 
 
 def test_a_job_must_outlast_its_arm_and_lose_nothing() -> None:

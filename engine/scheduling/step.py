@@ -14,8 +14,8 @@ cache.
 
 A policy that orders by urgency (`engine.scheduling.urgency`) puts the prompts first that can still get their first
 token in time. The first of the other prompts gets a floor chunk. The chunk is reserved if there is room for both
-groups; otherwise that prompt goes first in every BEHIND_EVERY-th such step, so that no prompt starves. Other policies
-continue running prompts by arrival and start waiting ones in their own order.
+groups and the urgent prompts stay on time; otherwise that prompt goes first in every BEHIND_EVERY-th such step, so
+that no prompt starves. Other policies continue running prompts by arrival and start waiting ones in their own order.
 
 Trials and the last resort know no policies, budgets, lanes or back-off. A trial holds suspects of a failed step, or the
 canary; they are quarantined, out of ordinary steps. Online suspects, and all suspects if no other request can run, take
@@ -29,7 +29,7 @@ Offline steps pause on an idle server (`OfflineRest`), and steps may be schedule
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -48,14 +48,13 @@ from engine.scheduling.urgency import (
     PrefillPace,
     PromptOrder,
     binds,
-    easy_share,
     floor_chunk,
     online_order,
     order_prompts,
     overdue,
-    prefill_pace,
-    prompt_slack,
+    prompt_share,
     spares,
+    urgent_slack,
     uses_laxity,
 )
 from engine.scheduling.waiting import QueueContext, Start, WaitingQueue, by_age
@@ -104,8 +103,8 @@ class PromptFill:
         if not prompts and not self._state.waiting_online:
             return
         self._allocation.prompts = list(prompts)
-        if math.isfinite(self.time_limit) and self._has_time():
-            self.time_limit *= easy_share(self._state)
+        if math.isfinite(self.time_limit):
+            self.time_limit *= prompt_share(self._state, self._step.pace, self._step.now)
         context = _queue_context(self._state, self._step.now)
         for request in first:
             may_start = self._ledger.open and self._step.may_start(request)
@@ -118,7 +117,7 @@ class PromptFill:
         chosen = None if starts is None else {start.request: start for start in starts}
         order = self._order(prompts, starts, context)
         head = order.behind[0] if order.urgent and order.behind else None
-        if head is not None and self._goes_first(head):
+        if head is not None and self._goes_first(head, order.urgent):
             self._add_prompt(head, context, chosen)
         for group in order:
             for request in group:
@@ -145,11 +144,6 @@ class PromptFill:
                 restored = len(found) * state.config.block_size
                 ledger.charge_cache_work(CacheWork(-restored, restored))
                 wanted -= restored
-
-    def _has_time(self) -> bool:
-        """Return whether every prompt is on time even at the pace that leaves a share of the TBT limit unused."""
-        pace = partial(prefill_pace, self._state, easy_share(self._state))
-        return prompt_slack(self._state, pace, self._step.now) > 0.0
 
     def _add_prompt(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
         """Continue or start a prompt. Return whether the next prompt in the order may be tried."""
@@ -192,8 +186,11 @@ class PromptFill:
         """Return the rows that online requests could get, those of offline requests included."""
         return len(self._state.free_rows) + len(self._state.running[RequestClass.OFFLINE])
 
-    def _goes_first(self, head: Request) -> bool:
-        """Reserve the floor chunk of `head`. If there is no room for both groups, return whether `head` goes first."""
+    def _goes_first(self, head: Request, urgent: Iterable[Request]) -> bool:
+        """Reserve the floor chunk of `head`, if the urgent prompts are on time beside one in each step.
+
+        If there is no room for both groups, return whether `head` goes first.
+        """
         config, ledger, model = self._state.config, self._ledger, self._ledger.model
         missing = head.num_missing_tokens
         floor = min(missing, config.min_prefill_chunk)
@@ -203,11 +200,21 @@ class PromptFill:
             other = model.marginal(ledger.features, 0, config.min_prefill_chunk)
         rows = self._num_rows() > 1 or head.status is RequestStatus.RUNNING
         tokens = ledger.tokens_left >= floor + config.min_prefill_chunk and ledger.sequences_left > 1
-        if rows and tokens and ledger.seconds + seconds + other <= self.time_limit:
+        has_time = ledger.seconds + seconds + other <= self.time_limit
+        if rows and tokens and has_time and self._are_on_time(urgent, floor, seconds):
             self._reserve = _Reserve(floor, seconds)
             return False
         self._state.num_contested += 1
         return self._state.num_contested % BEHIND_EVERY == 0
+
+    def _are_on_time(self, urgent: Iterable[Request], floor: int, seconds: float) -> bool:
+        """Return whether the urgent prompts are on time if each step holds `floor` tokens of another, for `seconds`."""
+        pace, ledger = self._step.pace, self._ledger
+        if pace is None or not isinstance(urgent, list):  # the prompts of several tenants are ordered one by one
+            return True
+        tokens, time = ledger.tokens_left, self.time_limit - ledger.seconds
+        slower = tokens / (tokens - floor) if math.isinf(time) else max(1.0, time / (time - seconds))
+        return urgent_slack(self._state, urgent, pace.slower(slower), self._step.now) > 0.0
 
     def _continue(self, request: Request) -> None:
         if (

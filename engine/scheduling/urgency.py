@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush, merge
 from itertools import compress
 from operator import attrgetter, itemgetter, not_
@@ -45,6 +46,9 @@ FLOOR_SHARE = 0.8
 
 No latency margin is added for a floor chunk, and half of all steps take longer than expected.
 """
+
+ARRIVALS = 1.1
+"""Factor on the time of prompts when a step leaves a part of the TBT limit unused: further prompts may arrive."""
 
 FEW = 64
 """Up to this many waiting requests a plain loop is faster than NumPy columns."""
@@ -100,7 +104,9 @@ def easy_share(state: SchedulerState) -> float:
 def prefill_pace(state: SchedulerState, tbt_share: float = 1.0, *, likely: bool = False) -> PrefillPace | None:
     """Return the prefill pace beside the running decodes, never below the floor chunk, or None without a model.
 
-    `tbt_share`: share of the TBT limit that a step may take. `likely`: without the safety margins of step times.
+    Chunks are sized with the safety margin of a single step, and take the time of a step without it: a prompt takes
+    many steps. `tbt_share`: share of the TBT limit that a step may take. `likely`: at the likely speed of the machine,
+    chunks without the margin.
     """
     model, config = state.model, state.config
     if model is None:
@@ -110,15 +116,16 @@ def prefill_pace(state: SchedulerState, tbt_share: float = 1.0, *, likely: bool 
     beside = BatchFeatures(model.reach)
     decodes = [r for r in state.running[RequestClass.ONLINE] if r.times.first_token is not None]
     beside.add_decodes(len(decodes), model.reach.contexts([len(r.token_ids) for r in decodes]))
-    step = model.predict(beside)
     tokens = max(1, config.max_num_batched_tokens - len(decodes))
     chunk = tokens
     if decodes and math.isfinite(gap := state.gap_limit):
         limit = tbt_share * gap
-        chunk = model.max_prefill(beside, max(0.0, limit - step), tokens, 0)
+        chunk = model.max_prefill(beside, max(0.0, limit - model.predict(beside)), tokens, 0)
         chunk = max(chunk, min(tokens, floor_chunk(model, beside, limit, config)))
-    per_token = (step + model.marginal(beside, 0, chunk)) / chunk
-    return PrefillPace(model, beside, step, chunk, per_token)
+    steady = model.steady()
+    step = steady.predict(beside)
+    per_token = (step + steady.marginal(beside, 0, chunk)) / chunk
+    return PrefillPace(steady, beside, step, chunk, per_token)
 
 
 def floor_chunk(
@@ -131,6 +138,44 @@ def floor_chunk(
     """
     fits = model.expected_prefill(beside, FLOOR_SHARE * limit, config.min_prefill_chunk, start)
     return max(fits, min(config.block_size, config.min_prefill_chunk))
+
+
+def prompt_share(state: SchedulerState, full: PrefillPace | None, now: float) -> float:
+    """Return the share of the TBT limit that a step with prompts may take beside decodes.
+
+    It is the least of the easy share, the middle between it and the whole limit, and the whole limit at which as many
+    prompts are on time as at the whole limit (`full`): a fuller step risks the gap of each decode beside it, and a
+    prompt that is late anyway gains nothing from it. In a long queue only prompts that are all on time are detected.
+    """
+    easy = easy_share(state)
+
+    def find_pace(share: float) -> PrefillPace | None:
+        pace = prefill_pace(state, share)
+        return None if pace is None else pace.slower(ARRIVALS)
+
+    if prompt_slack(state, partial(find_pace, easy), now) > 0.0:
+        return easy
+    if full is None or len(state.waiting_online) > FEW:
+        return 1.0
+    most = _num_on_time(state, full, now)
+    middle = (1.0 + easy) / 2.0
+    for share in (easy, middle):
+        pace = find_pace(share)
+        if pace is not None and _num_on_time(state, pace, now) >= most:
+            return share
+    return 1.0
+
+
+def _num_on_time(state: SchedulerState, pace: PrefillPace, now: float) -> int:
+    """Return how many prompts without a first token can be on time at this pace, after those that have one."""
+    prompts = [*state.running_prompts(), *state.waiting_online]
+    begin = pace.step + sum([pace.seconds_for(r) for r in prompts if r.times.first_token is not None])
+    jobs = [
+        (state.objective.first_due(request, pace.step) - now, pace.seconds_for(request))
+        for request in prompts
+        if request.times.first_token is None
+    ]
+    return sum(on_time(sorted(jobs), begin))
 
 
 def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | None], now: float) -> float:
@@ -182,6 +227,16 @@ def _promised_slack(state: SchedulerState, pace: PrefillPace | None, now: float)
     prompts = [r for r in (*state.running_prompts(), *state.waiting_online) if r.times.first_token is None]
     dues = [(state.objective.first_due(request, pace.step), request) for request in prompts]
     return _slack_of(sorted(dues, key=itemgetter(0)), pace, now)
+
+
+def urgent_slack(state: SchedulerState, urgent: Iterable[Request], pace: PrefillPace, now: float) -> float:
+    """Return the seconds that these prompts, computed in this order, can be delayed before one is late; at least 0.
+
+    A prompt with a first token takes its time, but is not late.
+    """
+    objective = state.objective
+    dues = [math.inf if r.times.first_token is not None else objective.first_due(r, pace.step) for r in urgent]
+    return _slack_of(zip(dues, urgent, strict=True), pace, now)
 
 
 def _slack_of(dues: Iterable[tuple[float, Request]], pace: PrefillPace, now: float) -> float:
