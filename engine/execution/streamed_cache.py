@@ -64,6 +64,7 @@ class StreamedCache:
 
     Attributes:
         slots: Slices of a buffer: one per unit, the zero unit, and padding to aligned spans.
+        paused: Nothing is loaded or saved: for measurements.
     """
 
     def __init__(self, store: CacheStore, num_units: int, slice_bytes: int, num_layers: int) -> None:
@@ -75,7 +76,7 @@ class StreamedCache:
         self._loads: list[Span] = []
         self._saves: list[Span] = []
         self._cleared: Tensor | None = None
-        self._runs = False
+        self._runs = self.paused = False
 
     def attach(self, slices: Tensor) -> None:
         """Set the memory of the buffers, [BUFFERS * slots, elements], initially zero. Raises ConfigError."""
@@ -92,8 +93,8 @@ class StreamedCache:
         if self._per_span > 1:  # a span is saved as a whole
             read = np.concatenate((read, written))
         self._loads, self._saves = self._spans(read, self._gap), self._spans(written, 0)
-        self._cleared, self._runs = None, True
-        for layer in range(min(BUFFERS, self._num_layers)):
+        self._cleared, self._runs = None, not self.paused
+        for layer in range(min(BUFFERS, self._num_layers)) if self._runs else ():
             self._store.load(layer, self._loads)
 
     def clear(self, units: Tensor) -> None:
