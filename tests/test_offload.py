@@ -562,7 +562,7 @@ def test_a_streamed_cache_in_any_order_that_events_allow(seed: int, monkeypatch:
     streams = Mock(side_effect=[back, out], current=lambda _device: steps)
     monkeypatch.setattr("engine.execution.cuda.swap.DeviceStream", streams)
     cache, num_layers, wrong = StreamedCache(pinned_cache(), 40, 8, 5), 5, list[int]()
-    slices = torch.zeros(2 * cache.slots, 2)
+    slices = torch.zeros(3 * cache.slots, 2)
     cache.attach(slices)
     sums = np.zeros((num_layers, 40))
 
@@ -576,7 +576,7 @@ def test_a_streamed_cache_in_any_order_that_events_allow(seed: int, monkeypatch:
         units = sorted(random.sample(range(40), 7))
         cache._loads = cache._saves = cache._spans(np.array(units), 0)
         cache._runs = True
-        for layer in range(2):
+        for layer in range(3):
             cache._store.load(layer, cache._loads)
         for layer in range(num_layers if step != 3 else 2):
             with cache.use(layer):
@@ -696,12 +696,12 @@ async def test_hidden_state_is_offered_while_weights_stream(tmp_path: Path) -> N
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 async def test_a_cache_beyond_memory_streams_beside_the_weights(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.execution.memory.CPU_LIMIT", 2**21)
-    config = offloading_config(kernels=kernels, swap_space=0.006, num_gpu_blocks_override=None, max_model_len=160)
+    config = offloading_config(kernels=kernels, swap_space=0.0028, num_gpu_blocks_override=None, max_model_len=160)
     plan, resident = plan_launch(config), plan_launch(replace(config, swap_space=None))
     assert plan.streams_cache and not plan.host_units and not resident.streams_cache
-    assert 2.5 < plan.limits.num_units / resident.limits.num_units < 3.5
+    assert 1.2 < plan.limits.num_units / resident.limits.num_units < 1.6
     more = plan_launch(replace(config, swap_space=1.0)).limits.num_units
-    assert more / resident.limits.num_units == pytest.approx(plan.spec.num_layers / 2, rel=0.1), "one layer in a buffer"
+    assert more / resident.limits.num_units == pytest.approx(plan.spec.num_layers / 3, rel=0.2), "buffers of a layer"
     assert profile_key(plan) != profile_key(resident)
     prompt = tuple(5 + place % 50 for place in range(100))
     assert await answer(config, prompt, 30) == await answer(replace(DEMO, kernels=kernels), prompt, 30)

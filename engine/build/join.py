@@ -180,7 +180,7 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     copy_rate = backend.copy_rate() if plan.host_units else BUS_RATE
     if plan.streams_cache and plan.scratch_blocks:
         scheduler = replace(scheduler, split=_split(plan, runner, scheduler.unit_bytes, say))
-    scratch = 0 if scheduler.split else scheduler.scratch_blocks  # what a streamed cache needs is measured above
+    scratch = 0 if scheduler.split else scheduler.scratch_blocks  # the split has its own measurement
     tiers = CacheTiers(scratch, scheduler.host_units, scheduler.unit_bytes, copy_rate)
     profile = load_or_measure(
         profile_folder(config),

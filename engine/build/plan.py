@@ -16,8 +16,9 @@ from engine.errors import ConfigError
 from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.backend import Backend
-from engine.execution.offload import BUFFERS, plan_offload
+from engine.execution.offload import plan_offload
 from engine.execution.plan import BLOCKS, COMPACT, FLOAT8, INT4, NIBBLES, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
+from engine.execution.streamed_cache import BUFFERS
 from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, Limits, SchedulerConfig, most_blocks, most_unconfirmed
 from engine.machine.folders import expand, user_folder
 from engine.models.hub import OWN, TRANSFORMERS, Choice, cached_folder, choose, is_hub_id, resolve_model_folder

@@ -4,10 +4,10 @@
 The blocks of running requests are in a `CacheStore`: a file beside a CPU, page-locked memory beside a GPU. Compute
 memory holds BUFFERS buffers, each with one layer of every unit, so that units keep their numbers and kernels their
 block tables. Layer l always passes through buffer l % BUFFERS. A step loads the blocks that its requests read; when it
-has attended in a layer, it stores the blocks that it wrote, and loads the layer after the next one.
+has attended in a layer, it stores the blocks that it wrote, and then loads a further layer into the buffer.
 
-The buffers hold the whole pool, because they are 2 / layers of its size: 32 layers bring 16 times the pool of the same
-memory. Mini-batches of requests (§4.3.3) would only shrink the buffers.
+The buffers hold the whole pool, because they are 3 / layers of its size: with 48 layers, a pool of 16 times the memory.
+Mini-batches of requests (§4.3.3) would only shrink the buffers.
 """
 
 import math
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.offload import BUFFERS
 from engine.execution.rows import RowTable
 
+BUFFERS = 3
+"""Number of buffers: one is computed with while one is filled and one is emptied."""
 GAP_BYTES = 128 * 1024
 """Unneeded bytes that are read along between two blocks; another read, or copy, would take as long."""
 
@@ -34,7 +35,7 @@ class CacheStore(Protocol):
     """Memory of a streamed cache. All calls are in the order of the steps; `layer` selects the buffer, too.
 
     Attributes:
-        alignment: Spans begin and end at multiples of these bytes.
+        alignment: Bytes of which spans are multiples.
     """
 
     alignment: int
@@ -47,13 +48,13 @@ class CacheStore(Protocol):
         """Start to copy slices into the buffer, behind all earlier uses of it."""
 
     def wait(self, layer: int) -> None:
-        """Make work launched from now on see what was loaded. Raises StreamingError."""
+        """Make work launched from now on see the loaded slices. Raises StreamingError."""
 
     def save(self, layer: int, spans: Sequence[Span]) -> None:
         """Start to copy slices back, behind all work launched until now."""
 
     def settle(self) -> None:
-        """Return when what was saved is safe from later failures. Raises StreamingError."""
+        """Wait until the copies of `save` cannot fail any more. Raises StreamingError."""
 
 
 OpenStore = Callable[[], CacheStore]
