@@ -35,7 +35,7 @@ class CacheStore(Protocol):
     """Memory of a streamed cache. All calls are in the order of the steps; `layer` selects the buffer, too.
 
     Attributes:
-        alignment: Bytes of which spans are multiples.
+        alignment: Every span begins and ends at a multiple of it, in bytes.
     """
 
     alignment: int
