@@ -175,9 +175,15 @@ FEATURES: dict[str, Feature] = {
         CONFIG,
     ),
     "hidden": Feature(
-        "a short cache beside streamed weights: recompute, or run from hidden state (HybridServe, Apt-Serve)",
+        "a short cache beside streamed weights: recompute, run from hidden state (Apt-Serve), or stream "
+        "it as K and V or as both kinds (HybridServe)",
         loads.at_once,
-        {"recompute": Arm(("--overload=recompute",)), "hidden": Arm(("--overload=hidden",))},
+        {
+            "recompute": Arm(("--num-gpu-blocks-override=160",)),
+            "hidden": Arm(("--num-gpu-blocks-override=160", "--overload=hidden")),
+            "streamed": Arm(("--num-gpu-blocks-override=640", "--swap-space=2")),
+            "both streamed": Arm(("--num-gpu-blocks-override=640", "--swap-space=2", "--overload=hidden")),
+        },
         RATE
         | {
             "TTFT P50 ms": times(50, "ttft"),
@@ -187,8 +193,8 @@ FEATURES: dict[str, Feature] = {
         },
         "output tokens/s",
         (
-            "--offload-weights=0.2", "--num-gpu-blocks-override=160", "--max-model-len=256",
-            "--online-policy=goodput-strict", *UNLIMITED,
+            "--offload-weights=0.2", "--max-model-len=256", "--online-policy=goodput-strict", "--profile-seconds=5",
+            *UNLIMITED,
         ),
         STREAMED | {"num_hidden_layers": 16, "num_key_value_heads": 16},
     ),

@@ -119,7 +119,8 @@ class SchedulerConfig:
         unit_bytes: Bytes per unit on every tier.
         scratch_blocks: Maximum blocks per step that run from hidden state; 0: no hidden state.
         rho: Seconds that one token run from hidden state adds to a step with `compact_tokens` such tokens.
-        stream_seconds: Seconds per step that streaming weights take.
+        split: Blocks of K and V, and of hidden state, in a full streamed cache; new blocks have this proportion. None:
+            the cache is not streamed, or never holds hidden state.
         window: Tokens of the longest attention window that a kernel reads; 0: all. Blocks before the window are freed
             while the request runs, so a request can be longer than the pool.
         state_slots: Slots on the device for snapshots of recurrent state; 0: no snapshots.
@@ -142,7 +143,7 @@ class SchedulerConfig:
     host_units: int = 0
     unit_bytes: int = 0
     scratch_blocks: int = 0
-    stream_seconds: float = 0.0
+    split: tuple[int, int] | None = None
     rho: float = 0.0
     window: int = 0
     state_slots: int = 0

@@ -1,7 +1,6 @@
 """Parked pasts: which blocks leave the device, in which mix, and that no request waits for ever."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from driver import make_request
@@ -12,7 +11,7 @@ from test_hybrid_scheduling import check_solo, make
 from engine.api import EngineRequest, RequestClass, RequestTimes, SamplingParams
 from engine.cache.blocks import CacheAction, CacheKind, Tier
 from engine.cache.cache import Cache
-from engine.cache.placement import OffloadCosts, host_split, next_is_act, split_host
+from engine.cache.placement import host_split, next_is_act
 from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
 from engine.scheduling.objective import StepObjective
@@ -200,24 +199,6 @@ def test_the_split_follows_the_measured_costs() -> None:
     assert host_split(None, config, 0) is None
     assert host_split(SLOW_LINK, Shelf(0, None).config, 0) is None
     assert host_split(SLOW_LINK, Shelf(40, None, scratch=0).config, 0) is None, "no hidden state, nothing to choose"
-
-
-@pytest.mark.parametrize("token", [1e-9, 1e-4, 1e-2])
-def test_the_split_balances_what_the_stream_leaves(token: float) -> None:
-    """Weights stream for half a second of every step: projections in that time cost nothing, and no restoring
-    has a pass over the weights of its own."""
-    model = LatencyModel(
-        intercept=0.52, transferred=2e-3, compact=token, restored=5.0, restored_step=0.5, decode_context=1e-6
-    )
-    config = replace(Shelf(40, None).config, stream_seconds=0.5)
-    block = config.block_size
-    found = host_split(model, config, 3)
-    costs = OffloadCosts(0.5, 2 * config.unit_bytes * 2e-3, block * token, 0.02, block * 1e-6, 0.5)
-    assert found == split_host(costs, config.host_units // 2, 3)
-    assert found is not None and found.act > 0
-    assert (found.kv == 0) == (token < 1e-2), "until projecting takes longer than the stream"
-    without = host_split(model, replace(config, stream_seconds=0.0), 3)
-    assert without is not None and without.act == 0, "restored, once"
 
 
 def test_the_kind_behind_its_share_goes_to_the_host_first() -> None:

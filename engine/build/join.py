@@ -22,6 +22,7 @@ from engine import __version__
 from engine.api import SamplingDefaults, SamplingParams
 from engine.build.plan import gib, out_of_memory, plan_launch, profile_folder, scheduler_config
 from engine.build.runner import build_runner
+from engine.cache.placement import HostSplit
 from engine.client import DroppableLayers, EngineInfo
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
@@ -42,7 +43,7 @@ from engine.machine.child import run_child
 from engine.machine.facts import BUS_RATE
 from engine.models.hub import OWN, TRANSFORMERS
 from engine.models.spec import read_json
-from engine.profiling.calibration import INSIDE_STRING, CacheTiers, load_or_measure, load_profile
+from engine.profiling.calibration import INSIDE_STRING, CacheTiers, load_or_measure, load_profile, measure_split
 from engine.scheduling.policies import find_policy
 from engine.scheduling.speculation import Speculation
 from engine.structured.compiler import GrammarCompiler
@@ -177,7 +178,10 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     scheduler = scheduler_config(config, plan)
     backend = backends.find_backend(plan.device)
     copy_rate = backend.copy_rate() if plan.host_units else BUS_RATE
-    tiers = CacheTiers(scheduler.scratch_blocks, scheduler.host_units, scheduler.unit_bytes, copy_rate)
+    if plan.streams_cache and plan.scratch_blocks:
+        scheduler = replace(scheduler, split=_split(plan, runner, scheduler.unit_bytes, say))
+    scratch = 0 if scheduler.split else scheduler.scratch_blocks  # the split has its own measurement
+    tiers = CacheTiers(scratch, scheduler.host_units, scheduler.unit_bytes, copy_rate)
     profile = load_or_measure(
         profile_folder(config),
         runner,
@@ -211,6 +215,21 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         tuner=tuner,
         grammars=None if runner.grammars is None else _make_grammars(runner.grammars),
     )
+
+
+def _split(plan: LaunchPlan, runner: Runner[Any], unit: int, say: Callable[[str], None]) -> HostSplit:
+    """Return the split of a streamed cache by the measured costs; `unit`: bytes of a unit."""
+    assert plan.offload is not None
+    cache, layers = runner.device.pool.stream, runner.device.decoder.weights.layers
+    load_kv = plan.stream_seconds * UNITS_PER_BLOCK * unit / plan.offload.streamed_bytes
+    cache.paused = layers.paused = True
+    try:
+        split, costs = measure_split(runner, plan.limits, plan.num_blocks, plan.stream_seconds, load_kv)
+    finally:
+        cache.paused = layers.paused = False
+    log.debug("%s", costs)
+    say(f"of the streamed cache {split.act} blocks are hidden state, {split.kv} are keys and values")
+    return split
 
 
 def _make_grammars(compiler: GrammarCompiler) -> Grammars:

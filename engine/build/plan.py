@@ -16,8 +16,9 @@ from engine.errors import ConfigError
 from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.backend import Backend
-from engine.execution.offload import BUFFERS, plan_offload
+from engine.execution.offload import plan_offload
 from engine.execution.plan import BLOCKS, COMPACT, FLOAT8, INT4, NIBBLES, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
+from engine.execution.streamed_cache import BUFFERS
 from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, Limits, SchedulerConfig, most_blocks, most_unconfirmed
 from engine.machine.folders import expand, user_folder
 from engine.models.hub import OWN, TRANSFORMERS, Choice, cached_folder, choose, is_hub_id, resolve_model_folder
@@ -43,10 +44,10 @@ def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Laun
     host_units, host_states = _host_room(config, plan)
     unit = unit_bytes(plan)
     plan = _with_snapshots(_with_states(plan, config, cache_bytes), config, cache_bytes, unit)
-    streams = plan.offload is not None and bool(config.swap_space) and not config.hidden_cache
-    device_bytes = cache_bytes
-    if streams:  # two buffers of one layer fit into `device_bytes`
-        host_units, cache_bytes = 0, min(host_units * unit, device_bytes * plan.spec.num_layers // BUFFERS)
+    streams, device_bytes = plan.offload is not None and bool(config.swap_space), cache_bytes
+    if streams:  # `device_bytes` hold buffers of one layer, and as much scratch if every block can be hidden state
+        parts = BUFFERS * (2 if config.hidden_cache else 1)
+        host_units, cache_bytes = 0, min(host_units * unit, device_bytes * plan.spec.num_layers // parts)
     states = (plan.limits.max_num_seqs + plan.state_slots) * plan.spec.state_bytes
     spec, limits, dtype = plan.spec, plan.limits, torch_dtype(plan.dtype)
     refusal = _hidden_refusal(config, spec)
@@ -57,17 +58,17 @@ def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Laun
         blocks = config.num_gpu_blocks_override
     else:
         blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1, states) // UNITS_PER_BLOCK
-        if refusal is None:
-            device, streams = torch.device(plan.device), plan.offload is not None
+        if refusal is None and not streams:
+            device, views = torch.device(plan.device), plan.offload is not None
             extra = memory.hidden_cache_bytes(
-                plan.own, limits.block_size, dtype, blocks // HIDDEN_SHARE, device, streams=streams
+                plan.own, limits.block_size, dtype, blocks // HIDDEN_SHARE, device, streams=views
             )
             blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1, extra) // UNITS_PER_BLOCK
     plan = replace(
         plan,
         cache_bytes=device_bytes,
         streams_cache=streams,
-        scratch_blocks=blocks // HIDDEN_SHARE if refusal is None else 0,
+        scratch_blocks=(blocks * UNITS_PER_BLOCK if streams else blocks // HIDDEN_SHARE) if refusal is None else 0,
         host_units=host_units,
         host_state_slots=host_states,
         limits=replace(limits, num_units=blocks * UNITS_PER_BLOCK),
@@ -194,7 +195,6 @@ def scheduler_config(config: EngineConfig, plan: LaunchPlan) -> SchedulerConfig:
         max_num_seqs=plan.limits.max_num_seqs,
         max_num_batched_tokens=plan.limits.max_num_batched_tokens,
         scratch_blocks=plan.scratch_blocks,
-        stream_seconds=plan.stream_seconds,
         window=plan.limits.window,
         pipeline_depth=backends.find_backend(plan.device).pipeline_depth,
         ahead_seconds=backends.find_backend(plan.device).ahead_seconds,

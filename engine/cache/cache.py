@@ -28,6 +28,7 @@ from engine.cache.blocks import (
     gone_block,
 )
 from engine.cache.parked import ParkedPasts
+from engine.cache.placement import HostSplit, next_is_act
 from engine.cache.snapshots import Snapshots
 from engine.cache.tiers import Tiers
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
@@ -66,6 +67,7 @@ class Cache:
         self.parked = ParkedPasts(config, self.tiers, model)
         self.snapshots = Snapshots(config, model)
         self.keeps_states = config.state_slots > 0
+        self._split = None if config.split is None else HostSplit(*config.split)
         self._compact: Counter[CacheBlock] = Counter()
         """Number of running requests per compact block."""
         self._config = config
@@ -126,7 +128,7 @@ class Cache:
         parked, hits = parked[len(hits) :], self.without_gone(hits)
         num_tokens, num_compact = len(hits) * block_size, sum(map(self._is_new_compact, (*hits, *parked)))
         num_blocks = request.num_missing_blocks(block_size, len(hits) + len(parked), count_gone(hits))
-        of_kind = max(0, min(num_blocks, self.compact_room - num_compact)) if request.cache_map.kind.form.compact else 0
+        of_kind = max(0, min(self._share(request, num_blocks), self.compact_room - num_compact))
         units = of_kind * COMPACT.form.units + (num_blocks - of_kind) * UNITS_PER_BLOCK
         if parked:
             num_tokens = request.cache_map.num_parked_tokens
@@ -160,7 +162,7 @@ class Cache:
 
     def _first_units(self, request: Request, claim: Claim, length: int) -> int:
         """Return the units of a claim that its first `length` new tokens and the blocks from the host need."""
-        if request.cache_map.kind.form.compact or claim.num_compact:
+        if self._mixes(request) or claim.num_compact:
             return claim.units
         known = (*claim.hits, *request.cache_map.blocks[len(claim.hits) :])
         missing = -(-(claim.num_tokens + length) // self._config.block_size) - len(known)
@@ -219,7 +221,7 @@ class Cache:
         cache_map, block_size = request.cache_map, self._config.block_size
         start, online = request.num_computed_tokens, request.request_class is RequestClass.ONLINE
         missing = -(-(start + length) // block_size) - len(cache_map.blocks)
-        if missing > 0 and not request.cache_map.kind.form.compact:
+        if missing > 0 and not self._mixes(request):
             units = missing * UNITS_PER_BLOCK
             if units <= min(self.device.num_free_units, self.units_for(request, num_offline)):
                 cache_map.blocks += self.device.take_free(CacheKind.KV, missing, online=online)
@@ -243,7 +245,7 @@ class Cache:
         """Append a block to each running request of a class, as `extend` does. Return False if free units lack."""
         if len(requests) * UNITS_PER_BLOCK > self.device.num_free_units:
             return False
-        if any(request.cache_map.kind.form.compact for request in requests):
+        if any(map(self._mixes, requests)):
             return False
         online = requests[0].request_class is RequestClass.ONLINE
         new = self.device.take_free(CacheKind.KV, len(requests), online=online)
@@ -377,10 +379,25 @@ class Cache:
         return hits
 
     def _next_kind(self, request: Request, growing: bool) -> CacheKind:
-        """Return the kind of a request's next block. A map mixes kinds when the scratch area is full."""
-        if not request.cache_map.kind.form.compact or self.compact_room <= 0:
+        """Return the kind of a request's next block. A map mixes kinds when the scratch area is full, and in a streamed
+        cache."""
+        if not self._mixes(request) or self.compact_room <= 0:
             return CacheKind.KV
+        if self._split is not None:
+            num_compact = request.cache_map.num_compact
+            is_act = next_is_act(request.cache_map.num_live - num_compact, num_compact, self._split)
+            return COMPACT if is_act else CacheKind.KV
         return self.parked.next_kind(request) if growing else COMPACT
+
+    def _mixes(self, request: Request) -> bool:
+        """Return whether a block of a request may be compact."""
+        return request.cache_map.kind.form.compact if self._split is None else self._split.act > 0
+
+    def _share(self, request: Request, num_blocks: int) -> int:
+        """Return how many of `num_blocks` new blocks of a request are compact, if there is scratch for them."""
+        if not self._mixes(request):
+            return 0
+        return num_blocks if self._split is None else num_blocks * self._split.act // sum(self._split)
 
     def _is_new_compact(self, block: CacheBlock) -> bool:
         """Return whether the block is compact and no running request has it, so that it needs further scratch."""

@@ -267,19 +267,17 @@ def host_split(model: LatencyPredictor | None, config: SchedulerConfig, act_devi
     """Return the split of this engine's host tier, or None if there is no choice.
 
     `act_device`: compact blocks on the device. A whole step replaces the paper's layer, since costs are proportional.
-    With resident weights, compact blocks are restored when they come back. With streamed weights restoring would need
-    another pass, so K and V are projected in every step, beside the stream; the cost is then the measured increase of
-    such a step.
+    Compact blocks are restored when they come back.
     """
     room = config.host_units // UNITS_PER_BLOCK
     if model is None or not room or not config.scratch_blocks:
         return None
-    empty, stream, size = BatchFeatures(model.reach), config.stream_seconds, config.block_size
+    empty, size = BatchFeatures(model.reach), config.block_size
     costs = OffloadCosts(
-        load_weights=stream,
+        load_weights=0.0,
         load_kv=model.cache_work(transferred_bytes=UNITS_PER_BLOCK * config.unit_bytes),
-        regenerate=model.cache_work(compact_tokens=size) if stream else model.cache_work(restored_tokens=size),
-        forward_fixed=max(0.0, model.predict(empty) - stream),
+        regenerate=model.cache_work(restored_tokens=size),
+        forward_fixed=model.predict(empty),
         forward=model.marginal_decodes(empty, 0, config.block_size),
         ratio=COMPACT.form.units / UNITS_PER_BLOCK,
     )

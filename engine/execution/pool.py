@@ -35,10 +35,9 @@ from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.errors import ConfigError
-from engine.execution.offload import BUFFERS
 from engine.execution.rows import SLICES_PER_SCRATCH_BLOCK, Layout, RowTable, StateMoves
 from engine.execution.stream import HostUnits, advise, host_zeros
-from engine.execution.streamed_cache import OpenStore, StreamedCache
+from engine.execution.streamed_cache import BUFFERS, OpenStore, StreamedCache
 from engine.limits import Limits
 from engine.models.byte_cells import ByteSlices, slice_elements
 from engine.models.spec import ModelShape, hidden_state_refusal

@@ -4,10 +4,10 @@
 The blocks of running requests are in a `CacheStore`: a file beside a CPU, page-locked memory beside a GPU. Compute
 memory holds BUFFERS buffers, each with one layer of every unit, so that units keep their numbers and kernels their
 block tables. Layer l always passes through buffer l % BUFFERS. A step loads the blocks that its requests read; when it
-has attended in a layer, it stores the blocks that it wrote, and loads the layer after the next one.
+has attended in a layer, it stores the blocks that it wrote, and then loads a further layer into the buffer.
 
-The buffers hold the whole pool, because they are 2 / layers of its size: 32 layers bring 16 times the pool of the same
-memory. Mini-batches of requests (§4.3.3) would only shrink the buffers.
+The buffers hold the whole pool, because they are 3 / layers of its size: with 48 layers, a pool of 16 times the memory.
+Mini-batches of requests (§4.3.3) would only shrink the buffers.
 """
 
 import math
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.offload import BUFFERS
 from engine.execution.rows import RowTable
 
+BUFFERS = 3
+"""Number of buffers: one is computed with while one is filled and one is emptied."""
 GAP_BYTES = 128 * 1024
 """Unneeded bytes that are read along between two blocks; another read, or copy, would take as long."""
 
@@ -34,7 +35,7 @@ class CacheStore(Protocol):
     """Memory of a streamed cache. All calls are in the order of the steps; `layer` selects the buffer, too.
 
     Attributes:
-        alignment: Spans begin and end at multiples of these bytes.
+        alignment: Every span begins and ends at a multiple of it, in bytes.
     """
 
     alignment: int
@@ -47,13 +48,13 @@ class CacheStore(Protocol):
         """Start to copy slices into the buffer, behind all earlier uses of it."""
 
     def wait(self, layer: int) -> None:
-        """Make work launched from now on see what was loaded. Raises StreamingError."""
+        """Make work launched from now on see the loaded slices. Raises StreamingError."""
 
     def save(self, layer: int, spans: Sequence[Span]) -> None:
         """Start to copy slices back, behind all work launched until now."""
 
     def settle(self) -> None:
-        """Return when what was saved is safe from later failures. Raises StreamingError."""
+        """Wait until the copies of `save` cannot fail any more. Raises StreamingError."""
 
 
 OpenStore = Callable[[], CacheStore]
@@ -64,6 +65,7 @@ class StreamedCache:
 
     Attributes:
         slots: Slices of a buffer: one per unit, the zero unit, and padding to aligned spans.
+        paused: Nothing is loaded or saved: for measurements.
     """
 
     def __init__(self, store: CacheStore, num_units: int, slice_bytes: int, num_layers: int) -> None:
@@ -75,7 +77,7 @@ class StreamedCache:
         self._loads: list[Span] = []
         self._saves: list[Span] = []
         self._cleared: Tensor | None = None
-        self._runs = False
+        self._runs = self.paused = False
 
     def attach(self, slices: Tensor) -> None:
         """Set the memory of the buffers, [BUFFERS * slots, elements], initially zero. Raises ConfigError."""
@@ -92,8 +94,8 @@ class StreamedCache:
         if self._per_span > 1:  # a span is saved as a whole
             read = np.concatenate((read, written))
         self._loads, self._saves = self._spans(read, self._gap), self._spans(written, 0)
-        self._cleared, self._runs = None, True
-        for layer in range(min(BUFFERS, self._num_layers)):
+        self._cleared, self._runs = None, not self.paused
+        for layer in range(min(BUFFERS, self._num_layers)) if self._runs else ():
             self._store.load(layer, self._loads)
 
     def clear(self, units: Tensor) -> None:

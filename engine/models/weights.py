@@ -445,10 +445,13 @@ class StreamedLayers:
     """A LayerSource that reads `streamed` layers through `transport` and keeps the others in memory.
 
     Layers are used one at a time, by a single thread.
+
+    Attributes:
+        paused: No layer is read, and a streamed layer has the weights of another one: for measurements.
     """
 
     def __init__(self, layers: Iterator[LayerWeights], streamed: tuple[int, ...], transport: Transport) -> None:
-        self.streamed = streamed
+        self.streamed, self.paused = streamed, False
         self._transport = transport
         self._places = {index: place for place, index in enumerate(streamed)}
         self._layers: list[LayerWeights] = []
@@ -491,10 +494,13 @@ class StreamedLayers:
         if index not in self._places:
             yield layer
             return
+        sizes = [matrix.data().nbytes for matrix in matrices(layer)]
+        if self.paused:
+            yield _moved(layer, self._transport.buffers[0], sizes)
+            return
         flight = self._expect(self._places[index])
         try:
             self._transport.wait(flight.buffer)
-            sizes = [matrix.data().nbytes for matrix in matrices(layer)]
             yield _moved(layer, self._transport.buffers[flight.buffer], sizes)
         finally:
             self._transport.release(flight.buffer)

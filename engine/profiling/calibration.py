@@ -28,7 +28,8 @@ from pathlib import Path
 from statistics import median
 
 from engine.api import SamplingParams
-from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
+from engine.cache.blocks import COMPACT, CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
+from engine.cache.placement import HostSplit, OffloadCosts, split_host
 from engine.forms import Grammar
 from engine.limits import UNITS_PER_BLOCK, Limits
 from engine.machine.activity import QUIET_SHARE
@@ -325,6 +326,8 @@ MAX_UNITS = 256
 """Maximum number of units copied in a measured step."""
 FEWER = 4
 """The smaller of two measured sizes is at most 1 / FEWER of the larger one, so that both determine a line."""
+SPLIT_BLOCKS = 16
+"""Blocks of a context for which the split of a streamed cache is measured."""
 Measured = tuple[int, float]
 """(tokens, seconds)."""
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -383,6 +386,34 @@ def measure_cache_costs(
     )
 
 
+def measure_split(
+    runner: ModelRunner, limits: Limits, room: int, load_weights: float, load_kv: float
+) -> tuple[HostSplit, OffloadCosts]:
+    """Return the split of a streamed cache of `room` KV blocks by kind, and the costs behind it (HybridServe §4.3).
+
+    Streams are paused, so that steps take the device's time alone. The rows fill the pool with contexts of SPLIT_BLOCKS
+    blocks. A whole step replaces the paper's layer. `load_weights`, `load_kv`: seconds to load the streamed weights,
+    and a KV block of all layers.
+    """
+    bench, longest = _Bench(runner, limits, 0), limits.max_model_len // limits.block_size
+    many = min(SPLIT_BLOCKS, longest, room)
+    few, rows = max(1, many // FEWER), max(1, min(limits.max_num_seqs, room // many))
+
+    def seconds(blocks: int, units: int) -> float:
+        """Return the time of a step whose rows have `blocks` blocks, of so many units each."""
+        shares = [range(row * blocks * units, (row + 1) * blocks * units) for row in range(rows)]
+        run = bench.decode([_kv(share) if units == UNITS_PER_BLOCK else _hidden(share) for share in shares])
+        return min([run() for _ in range(1 + REPEATS)][1:])
+
+    short, long = (seconds(blocks, UNITS_PER_BLOCK) for blocks in (few, many))
+    regenerate = max(0.0, seconds(many, COMPACT.form.units) - long) / (rows * many)
+    forward = max(0.0, long - short) / (rows * max(1, many - few))
+    fixed = max(0.0, long - forward * rows * many)
+    ratio = COMPACT.form.units / UNITS_PER_BLOCK
+    costs = OffloadCosts(load_weights, load_kv, regenerate, fixed, forward, ratio)
+    return split_host(costs, room, 0), costs
+
+
 def _shares(blocks: int, longest: int, max_rows: int) -> list[range]:
     """Split `blocks` into the fewest rows of at most `longest`, equal within one block, in at most `max_rows` rows."""
     rows = min(-(-blocks // longest), max_rows)
@@ -402,8 +433,8 @@ class _Bench:
 
     def run_hidden(self, shares: Sequence[range], floor: float) -> Measured:
         """Compare a decode over each share of blocks from hidden state with one from KV; count past tokens."""
-        hidden = self._decode([_hidden(share) for share in shares])
-        kv = self._decode([_kv(range(2 * share.start, 2 * share.stop)) for share in shares])
+        hidden = self.decode([_hidden(share) for share in shares])
+        kv = self.decode([_kv(range(2 * share.start, 2 * share.stop)) for share in shares])
         tokens = sum(len(share) * self._block_size - 1 for share in shares)
         return self._cost(hidden, kv, tokens, floor)
 
@@ -429,7 +460,7 @@ class _Bench:
 
     def _cost_of(self, operations: Sequence[CacheOperation], count: int, floor: float) -> Measured:
         own = [_kv(range(2))]
-        return self._cost(self._decode(own, operations), self._decode(own), count, floor)
+        return self._cost(self.decode(own, operations), self.decode(own), count, floor)
 
     def _cost(self, more: Callable[[], float], less: Callable[[], float], count: int, floor: float) -> Measured:
         """Return `count` and the additional seconds of `more` over `less`, at least `floor` × `count`."""
@@ -445,7 +476,7 @@ class _Bench:
                 break
         return count, max(median(differences), floor * count)
 
-    def _decode(
+    def decode(
         self, rows: Sequence[tuple[CacheEntry, ...]], operations: Sequence[CacheOperation] = ()
     ) -> Callable[[], float]:
         """Return a function that runs a decode step over these entries, a request per row, and returns its seconds."""

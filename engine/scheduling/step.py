@@ -132,7 +132,7 @@ class PromptFill:
     def restore_compact(self) -> None:
         """Convert HIDDEN blocks of the step's requests back to K and V, oldest first, while memory and time allow."""
         state, ledger, wanted = self._state, self._ledger, self._state.config.max_num_batched_tokens
-        if not state.cache.num_compact:
+        if not state.cache.num_compact or state.config.split is not None:
             return
         if ledger.model is not None and (per_token := ledger.model.cache_work(restored_tokens=1)) > 0.0:
             first = ledger.model.cache_work(restored_tokens=1, beside=ledger.features) - per_token

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,10 +26,13 @@ from torch import Tensor
 
 from engine.errors import ConfigError, StreamingError
 from engine.execution.offload import BUFFERS
+from engine.execution.streamed_cache import BUFFERS as CACHE_BUFFERS
 from engine.execution.streamed_cache import Span
 
 PAGE = 4096  # O_DIRECT needs addresses, offsets and sizes to be multiples of this
 _PIECE = 8 * 2**20  # bytes per call
+_HELPERS = 4
+_Move = Callable[["_Descriptor", bool, int, memoryview], None]
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _MOUNTS = Path("/proc/self/mountinfo")
 
@@ -51,14 +55,14 @@ class WeightFile:
         for at, part in parts:
             self.buffers[0][at : at + part.nbytes].copy_(part)
         try:
-            _write(self._file, place * self._size, self.direct, memoryview(self._maps[0]))
+            _write(self._file, self.direct, place * self._size, memoryview(self._maps[0]))
         except OSError as error:
             raise ConfigError(f"writing the streamed weights failed: {error.strerror}") from None
 
     def begin(self, place: int, buffer: int) -> None:
         """See Transport."""
         target = memoryview(self._maps[buffer])
-        self._reads[buffer] = self._threads.submit(_read, self._file, place * self._size, self.direct, target)
+        self._reads[buffer] = self._threads.submit(_read, self._file, self.direct, place * self._size, target)
 
     def wait(self, buffer: int) -> None:
         """See Transport."""
@@ -98,8 +102,9 @@ class CacheFile:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._file = folder, _Descriptor(-1)
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="tidemill-cache") for _ in range(BUFFERS)]
-        self._loads: list[Future[None] | None] = [None] * BUFFERS
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="tidemill-cache") for _ in range(CACHE_BUFFERS)]
+        self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="tidemill-cache-part")
+        self._loads: list[Future[None] | None] = [None] * CACHE_BUFFERS
         self._saves: list[Future[None]] = []
         self._lost: StreamingError | None = None
 
@@ -112,11 +117,11 @@ class CacheFile:
 
     def load(self, layer: int, spans: Sequence[Span]) -> None:
         """See CacheStore."""
-        self._loads[layer % BUFFERS] = self._submit(_read, layer, spans)
+        self._loads[layer % CACHE_BUFFERS] = self._submit(_read, layer, spans)
 
     def wait(self, layer: int) -> None:
         """See CacheStore."""
-        load = self._loads[layer % BUFFERS]
+        load = self._loads[layer % CACHE_BUFFERS]
         assert load is not None, "load() must precede wait()"
         load.result()
 
@@ -136,16 +141,16 @@ class CacheFile:
         if self._lost is not None:
             raise self._lost
 
-    def _submit(
-        self, move: Callable[["_Descriptor", int, bool, memoryview], None], layer: int, spans: Sequence[Span]
-    ) -> Future[None]:
-        each, first, view = self._slice_bytes, layer * self._size, self._views[layer % BUFFERS]
-        places = [(first + begin * each, view[begin * each : end * each]) for begin, end in spans]
-        return self._threads[layer % BUFFERS].submit(_move, move, self._file, places, self.direct)
+    def _submit(self, move: _Move, layer: int, spans: Sequence[Span]) -> Future[None]:
+        each, first, view = self._slice_bytes, layer * self._size, self._views[layer % CACHE_BUFFERS]
+        firsts = [first + begin * each for begin, _ in spans]
+        views = [view[begin * each : end * each] for begin, end in spans]
+        part = partial(move, self._file, self.direct)
+        return self._threads[layer % CACHE_BUFFERS].submit(_move_all, self._helpers, part, firsts, views)
 
     def close(self) -> None:
         """Free the file; nothing may be started afterwards."""
-        for thread in self._threads:
+        for thread in (*self._threads, self._helpers):
             thread.shutdown(wait=True)
         self._file.close()
 
@@ -164,17 +169,15 @@ class _Descriptor:
     __del__ = close
 
 
-def _move(
-    move: Callable[[_Descriptor, int, bool, memoryview], None],
-    file: _Descriptor,
-    places: Sequence[tuple[int, memoryview]],
-    direct: bool,
+def _move_all(
+    helpers: ThreadPoolExecutor, move: Callable[[int, memoryview], None], firsts: list[int], views: list[memoryview]
 ) -> None:
-    for first, view in places:
-        move(file, first, direct, view)
+    """Move all parts, several at a time: a small one takes less time than its latency."""
+    for _ in helpers.map(move, firsts, views):
+        pass
 
 
-def _read(file: _Descriptor, first: int, direct: bool, view: memoryview) -> None:
+def _read(file: _Descriptor, direct: bool, first: int, view: memoryview) -> None:
     """Fill `view` from a file. A function without WeightFile, so that a read does not keep it alive."""
     at, size = 0, len(view)
     try:
@@ -191,7 +194,7 @@ def _read(file: _Descriptor, first: int, direct: bool, view: memoryview) -> None
         raise StreamingError(f"reading streamed layers failed: {error.strerror}") from None
 
 
-def _write(file: _Descriptor, first: int, direct: bool, view: memoryview) -> None:
+def _write(file: _Descriptor, direct: bool, first: int, view: memoryview) -> None:
     """Write `view` to a file. Raises OSError."""
     at = 0
     while at < len(view):

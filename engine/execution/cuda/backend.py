@@ -85,8 +85,8 @@ class CudaBackend(Backend):
             return f"--quantization {kind} is not supported on a GPU; set --device cpu, or --quantization fp8"
         if config.kernels == "torch" and config.overload == "drop":
             return "--kernels torch cannot be combined with --overload drop on a GPU; remove one"
-        if config.hidden_cache and parse_offload(config.offload_weights) is not None:
-            return "--offload-weights cannot be combined with --overload hidden on a GPU; remove one"
+        if config.hidden_cache and parse_offload(config.offload_weights) is not None and not config.swap_space:
+            return "--offload-weights with --overload hidden needs --swap-space on a GPU: the cache must stream, too"
         return None
 
     def drop_refusal(self, spec: ModelShape, dtype: str) -> str | None:

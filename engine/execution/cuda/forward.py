@@ -187,6 +187,8 @@ class Forward:
         def attend(index: int, layer: LayerWeights, x: Any) -> Tensor:
             with self._units.use(index):
                 if observe is not None:
+                    if index in self._weights.layers.streamed:
+                        self._kv[index] = layer.qkv.outputs_from(self._spec.q_size)
                     observe(index, x)
                 return self._attend(index, layer, product(layer.qkv, x), inputs)
 

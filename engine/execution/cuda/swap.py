@@ -33,6 +33,7 @@ from engine.execution.cuda.buffers import send
 from engine.execution.offload import BUFFERS
 from engine.execution.pool import UnitPool
 from engine.execution.stream import DeviceStream, Mark, host_zeros
+from engine.execution.streamed_cache import BUFFERS as CACHE_BUFFERS
 from engine.execution.streamed_cache import Span
 from engine.triton_kernels import Kernels
 
@@ -210,13 +211,13 @@ class PinnedCache:
             wanted = f"{num_layers * size / 2**30:.1f} GiB of cache"
             raise ConfigError(f"--swap-space: no memory for {wanted}: {first_line(error)}") from None
         self._buffers = buffers
-        self._saved = [self._steps().mark() for _ in range(BUFFERS)]
+        self._saved = [self._steps().mark() for _ in range(CACHE_BUFFERS)]
         self._loaded = self._saved.copy()
 
     def load(self, layer: int, spans: Sequence[Span]) -> None:
         """See CacheStore. The last copy out of the buffer waits for all kernels that use it, and comes after the last
         one of the layer."""
-        buffer = layer % BUFFERS
+        buffer = layer % CACHE_BUFFERS
         self._back.wait(self._saved[buffer])
         for first, last in spans:
             self._back.copy(self._host[layer][first:last], self._buffers[buffer, first:last])
@@ -224,11 +225,11 @@ class PinnedCache:
 
     def wait(self, layer: int) -> None:
         """See CacheStore."""
-        self._steps().wait(self._loaded[layer % BUFFERS])
+        self._steps().wait(self._loaded[layer % CACHE_BUFFERS])
 
     def save(self, layer: int, spans: Sequence[Span]) -> None:
         """See CacheStore."""
-        buffer = layer % BUFFERS
+        buffer = layer % CACHE_BUFFERS
         self._out.wait(self._steps().mark())
         for first, last in spans:
             self._out.copy(self._buffers[buffer, first:last], self._host[layer][first:last])
