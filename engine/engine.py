@@ -249,6 +249,11 @@ class Engine:
         self._planner.restart()
         self._wake_up()
 
+    def arrived(self, request_id: str) -> None:
+        """Let a stalled request run, whose K and V are complete."""
+        self.moves.arrived(request_id)
+        self._wake_up()
+
     async def aside(self, work: Callable[..., Result], *args: Any) -> Result:
         """Run `work(*args)` in the thread that launches steps, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)

@@ -194,7 +194,7 @@ class Runner(Generic[DeviceT]):
         began, device = time.perf_counter(), self.device
         with torch.inference_mode(), device.stream.use():
             if any(self._needs(step, output) for step in self._begun):
-                self._finish_begun()
+                self.finish_begun()
             # Samples behind a wrong draft must not be stored after those of later steps.
             self._settle(all_but=0 if self._drafted else device.pipeline_depth)
             self._drafted = bool(output.drafts)
@@ -205,7 +205,7 @@ class Runner(Generic[DeviceT]):
             if self.begin_forward is not None and pools is None and len(chunks):
                 step = self._begin(chunks, self.begin_forward)
                 return partial(self._collect_begun, output.step_id, step, began)
-            self._finish_begun()  # stages answer in order
+            self.finish_begun()  # stages answer in order
             samples = self._run(chunks, pools) if len(chunks) else None
             arrived = device.stream.mark() if samples is None or pools is not None else samples.arrived
         return partial(self._collect, output.step_id, samples, pools, arrived, began)
@@ -224,7 +224,7 @@ class Runner(Generic[DeviceT]):
         self._begun.append(step)
         return step
 
-    def _finish_begun(self) -> None:
+    def finish_begun(self) -> None:
         """Complete all begun steps. An error is raised when its step is collected."""
         while self._begun:
             step = self._begun.popleft()
@@ -236,7 +236,7 @@ class Runner(Generic[DeviceT]):
     def _collect_begun(self, step_id: int, step: _BegunStep, began: float) -> ModelRunnerOutput:
         with torch.inference_mode(), self.device.stream.use():
             while step in self._begun:
-                self._finish_begun()
+                self.finish_begun()
             if step.error is not None:
                 raise step.error
             arrived = self.device.stream.mark() if step.samples is None else step.samples.arrived

@@ -281,18 +281,44 @@ class PipelineRunner:
         self._device.beyond = NextStage(self._device, link, model)
         self._runner.begin_forward = self._device.begin_forward
 
+    def hand_over(self, units: Sequence[int], layers: range, data: bytes) -> None:
+        """As a leader, write K and V to units of the follower before its next step. Raises LinkLostError."""
+        assert self._device.beyond is not None, "no stage follows"
+        head = {"units": units, "layers": (layers.start, layers.stop)}
+        _send(self._device.beyond.link, head, [data])
+
+    def fetch(self, request_id: str, units: Sequence[int]) -> None:
+        """As a leader, write a past that the follower has kept to the same units on both engines.
+
+        Without units the follower forgets it. Raises LinkLostError.
+        """
+        beyond = self._device.beyond
+        assert beyond is not None, "no stage follows"
+        self._runner.finish_begun()  # the follower answers in order
+        _send(beyond.link, {"past": request_id, "units": units}, [b""])
+        data = beyond.link.receive()
+        if units:
+            self.write_past(units, self._device.pool.layers, data)
+
     def end_lead(self) -> None:
         """Tell the follower that no steps follow. The link stays usable. Raises LinkLostError."""
         beyond, self._device.beyond, self._runner.begin_forward = self._device.beyond, None, None
         if beyond is not None:
             beyond.link.send(_END)
 
-    def follow(self, link: Link) -> None:
-        """Run steps for the leader until it ends. Raises LinkLostError, and StageError if the device is lost."""
+    def follow(self, link: Link, kept: dict[str, list[tuple[range, bytes]]] | None = None) -> None:
+        """Run steps for the leader until it ends, and write the pasts that it delivers.
+
+        `kept`: parts of pasts by request: those of the layers held here, and those for the leader. Raises
+        LinkLostError, and StageError if the device is lost.
+        """
         device = self._device
         tokens = device.rows.tokens  # unused here, but native kernels check the tokens of a chunk
         tokens[tokens < 0] = 0
         for step in _steps(link):
+            if isinstance(step, _Delivery):
+                self._take_delivery(link, step, kept or {})
+                continue
             try:
                 with torch.inference_mode(), device.stream.use():
                     result, failure = _run(device, step), ""
@@ -302,6 +328,16 @@ class PipelineRunner:
             if failure and (lost := device.stream.lost()) is not None:
                 raise StageError(f"the device is lost: {lost}")
         device.rows.num_blocks[:] = 0
+
+    def _take_delivery(self, link: Link, past: "_Delivery", kept: dict[str, list[tuple[range, bytes]]]) -> None:
+        if past.layers is not None:
+            self.write_past(past.units, past.layers, past.data)
+            return
+        for layers, data in kept.pop(past.request_id):
+            if layers != self._device.pool.layers:
+                link.send(data)
+            elif past.units:
+                self.write_past(past.units, layers, data)
 
 
 def cannot_drop(runner: Runner[Any]) -> str | None:
@@ -339,6 +375,16 @@ class _Step:
     is_long: npt.NDArray[np.bool_]
     hidden: Tensor
     wanted: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """K and V for units of a follower: `data` of `layers`, or if `layers` is None the kept parts of a request."""
+
+    request_id: str
+    units: tuple[int, ...]
+    layers: range | None
+    data: bytearray
 
 
 class NextStage:
@@ -412,10 +458,12 @@ def _chunks_of(batch: Sequence[BatchPiece], chunks: IntArray) -> IntArray:
     return part
 
 
-def _steps(link: Link) -> Iterator[_Step]:
-    """Yield steps until the end. A thread reads ahead, because the sender must never wait for its answers to be read,
-    which would be a deadlock."""
-    came: SimpleQueue[_Step | Exception | None] = SimpleQueue()
+def _steps(link: Link) -> Iterator[_Step | _Delivery]:
+    """Yield steps and deliveries until the end.
+
+    A thread reads ahead, because the sender must never wait for its answers to be read, which would be a deadlock.
+    """
+    came: SimpleQueue[_Step | _Delivery | Exception | None] = SimpleQueue()
 
     def read() -> None:
         try:
@@ -439,8 +487,11 @@ def _run(device: StagedDevice, step: _Step) -> Tensor:
     return device.pass_through(step.chunks, step.hidden, step.wanted)
 
 
-def _receive_step(link: Link, head: bytearray) -> _Step:
+def _receive_step(link: Link, head: bytearray) -> _Step | _Delivery:
     about = json.loads(head)
+    if "units" in about:
+        layers = range(*about["layers"]) if "layers" in about else None
+        return _Delivery(about.get("past", ""), tuple(about["units"]), layers, link.receive())
     chunks, tables, wanted = (np.frombuffer(link.receive(), dtype=np.int64) for _ in range(3))
     is_long = np.frombuffer(link.receive(), dtype=np.bool_)
     hidden = _tensor(link.receive(), getattr(torch, about["dtype"]), about["parts"])
