@@ -22,6 +22,7 @@ from functools import partial
 from itertools import accumulate
 from queue import SimpleQueue
 from threading import Thread
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -278,8 +279,8 @@ class PipelineRunner:
         Also for an engine that follows another and lacks the last layer. With `model`, which predicts steps of a whole
         engine, a step runs as micro-batches if two concurrent stages are faster.
         """
-        self._device.beyond = NextStage(self._device, link, model)
-        self._runner.begin_forward = self._device.begin_forward
+        beyond = self._device.beyond = NextStage(self._device, link, model)
+        self._runner.begin_forward = lambda *step: (self._device.begin_forward(*step), lambda: beyond.elsewhere)
 
     def hand_over(self, units: Sequence[int], layers: range, data: bytes) -> None:
         """As a leader, write K and V to units of the follower before its next step. Raises LinkLostError."""
@@ -319,12 +320,14 @@ class PipelineRunner:
             if isinstance(step, _Delivery):
                 self._take_delivery(link, step, kept or {})
                 continue
+            began = perf_counter()
             try:
                 with torch.inference_mode(), device.stream.use():
                     result, failure = _run(device, step), ""
             except Exception as error:  # the leader waits for an answer in any case
                 result, failure = torch.empty(0), str(error) or type(error).__name__
-            _send(link, {"failure": failure, "parts": result.shape, "number": step.number}, [_bytes_of(result)])
+            head = {"failure": failure, "parts": result.shape, "number": step.number}
+            _send(link, head | {"seconds": perf_counter() - began}, [_bytes_of(result)])
             if failure and (lost := device.stream.lost()) is not None:
                 raise StageError(f"the device is lost: {lost}")
         device.rows.num_blocks[:] = 0
@@ -391,6 +394,9 @@ class NextStage:
     """The engine that runs the layers that a device lacks, over a link, while the device continues.
 
     `model`: see `PipelineRunner.lead`.
+
+    Attributes:
+        elsewhere: Seconds that the other stages took for the last step, less those for which this stage waited for it.
     """
 
     def __init__(self, device: StagedDevice, link: Link, model: LatencyPredictor | None) -> None:
@@ -398,6 +404,7 @@ class NextStage:
         self._model = model
         self.link = link
         self._number = 0
+        self.elsewhere = 0.0
         self._sent: list[tuple[int, torch.dtype]] = []
 
     def cut(self, chunks: IntArray, *, whole: bool) -> list[IntArray]:
@@ -436,15 +443,17 @@ class NextStage:
         return partial(self._receive, sent)
 
     def _receive(self, sent: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        found, failures = [], []
+        found, failures, began, seconds = [], [], perf_counter(), 0.0
         for number, dtype in sent:
             while (answer := json.loads(self.link.receive()))["number"] != number:
                 self.link.receive()
             data = self.link.receive()
+            seconds += answer["seconds"]
             if answer["failure"]:
                 failures.append(answer["failure"])
             else:
                 found.append(_tensor(data, dtype, answer["parts"]))
+        self.elsewhere = seconds - (perf_counter() - began)
         if failures:
             raise StageError(f"a step failed on the next engine of the pipeline: {failures[0]}")
         return found
