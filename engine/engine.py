@@ -112,8 +112,8 @@ class Engine:
         self._tuner = tuner
         self._grammars = grammars
         self._streams: dict[str, OutputSink] = {}
-        self._in_flight: deque[tuple[SchedulerOutput, Callable[[], asyncio.Future[ModelRunnerOutput]], float]] = deque()
-        """Steps, functions that return the futures of their results, and times of launch."""
+        self._in_flight: deque[tuple[SchedulerOutput, Callable[[], asyncio.Future[ModelRunnerOutput]]]] = deque()
+        """Steps, and functions that return the futures of their results."""
         self._step_started: float | None = None
         self._busy_since = clock()
         self._wake = asyncio.Event()
@@ -247,6 +247,11 @@ class Engine:
         self._held = False
         self._watchdog.suspend(False)
         self._planner.restart()
+        self._wake_up()
+
+    def arrived(self, request_id: str) -> None:
+        """Let a stalled request run, whose K and V are complete."""
+        self.moves.arrived(request_id)
         self._wake_up()
 
     async def aside(self, work: Callable[..., Result], *args: Any) -> Result:
@@ -426,7 +431,7 @@ class Engine:
             if self._step_started is None:
                 self._step_started = self._clock()
                 self._watch_step(output)
-            self._in_flight.append((output, self._start(output), self._clock()))
+            self._in_flight.append((output, self._start(output)))
             if core.state.speculation is not None:
                 core.state.speculation.catch_up()  # index tokens for drafts while the step runs
             if core.has_offline:
@@ -455,7 +460,7 @@ class Engine:
         return lambda: future
 
     async def _complete_oldest(self) -> None:
-        output, collect, launched = self._in_flight[0]
+        output, collect = self._in_flight[0]
         result: ModelRunnerOutput | None = None
         try:
             result = await collect()
@@ -472,7 +477,9 @@ class Engine:
         now = self._clock()
         self._step_started = now if self._in_flight else None
         # The time per token that a request observes: it includes scheduling and the delivery of the last step.
-        taken, self._busy_since = now - (launched if self.core.state.staged else self._busy_since), now
+        taken, self._busy_since = now - self._busy_since, now
+        if result is not None and self.core.state.staged:
+            taken = result.latency  # steps of a pipeline overlap
         if self._in_flight:
             self._watch_step(self._in_flight[0][0])
         else:

@@ -55,7 +55,12 @@ class Process:
     def go(self) -> None:
         self.held = False
 
+    def arrived(self, request_id: str) -> None:
+        self.moves.arrived(request_id)
+
     async def aside(self, work: Callable[..., Any], *args: Any) -> Any:
+        if work in (self.runner.hand_over, self.runner.fetch):
+            self.step()  # requests that wait for no past run in between
         return await asyncio.to_thread(work, *args)
 
     def serves(self, request_id: str, _sink: Any) -> bool:
@@ -360,4 +365,21 @@ def test_requests_of_both_engines_go_through_a_drop_and_a_restore() -> None:
     machine.a_pipeline_ends_with_an_engine_alone()
     machine.restore(None)
     assert [machine.pipelines.drops, machine.pipelines.restores, machine.pipelines.failures] == [1, 1, 0]
+    machine.teardown()
+
+
+def test_requests_without_a_past_run_while_the_pasts_of_others_move() -> None:
+    """The fake engine runs a step before each past that moves."""
+    machine = Changes()
+    for _ in range(4):
+        machine.ask(False, 10, 12)
+    for engine in (0, 1):
+        machine.step(engine, 2)
+    for _ in range(2):
+        machine.ask(False, 6, 12)
+    before = {name: len(found) for name, found in machine.got.items()}
+    machine.drop(0, None)
+    more = {name: len(found) - before[name] for name, found in machine.got.items()}
+    assert machine.pipelines.drops == 1
+    assert min(more["r4"], more["r5"]) > 0 == min(more[f"r{number}"] for number in range(4))
     machine.teardown()

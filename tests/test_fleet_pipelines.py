@@ -19,11 +19,11 @@ from engine.client import EngineState
 from engine.fleet.client import FleetClient
 from engine.fleet.overload import Overload, Pair
 from engine.fleet.routing import Member
-from engine.process.frames import Exchange, Order, Past, WritePasts
+from engine.process.frames import Deliver, Exchange, Go, Order, Past, WritePasts
 
 SMALL = replace(CONFIG, num_gpu_blocks_override=100)
-MERGE = ("Hold", "Meet", "Stall", "Exchange", "Reform", "Attach", "WritePasts", "Go")
-SPLIT = ("Retire", "Hold", "Dissolve", "Detach", *MERGE[3:])
+MERGE = ("Hold", "Meet", "Stall", "Exchange", "Reform", "Attach", "Go", "Deliver")
+SPLIT = ("Retire", "Hold", "Dissolve", "Detach", "Exchange", "Reform", "Attach", "WritePasts", "Go")
 """The orders of both ways, each the first of its step."""
 
 
@@ -109,16 +109,19 @@ def orders_to(member: Member) -> list[Any]:
 
 
 def check_what_moved(leader: list[Any], follower: list[Any]) -> None:
-    """Into a pipeline: of the leader's own pasts the layers that it gives up, each unit once, and nothing else."""
-    (sends, takes), (mine, theirs) = (
-        [next(each for each in told if isinstance(each, kind)) for told in (leader, follower)]
-        for kind in (Exchange, WritePasts)
-    )
-    sent = [unit for part in sends.gives for unit in part.units]
-    assert not sends.keeps and sent and len(set(sent)) == len(sent) and takes.gets == sends.gives
-    own = {part.request_id for part in sends.gives}
-    assert mine.pasts and own.isdisjoint(past.request_id for past in mine.pasts)
-    assert {past.request_id for past in theirs.pasts} == own | {past.request_id for past in mine.pasts}
+    """Into a pipeline: of the leader's own pasts the layers that it gives up, each unit once, and nothing else.
+
+    All pasts move while the pipeline serves.
+    """
+    mine, theirs = (next(each for each in told if isinstance(each, Exchange)) for told in (leader, follower))
+    kept = [unit for part in mine.keeps for unit in part.units]
+    assert kept and len(set(kept)) == len(kept) and not mine.gives and not mine.gets
+    assert theirs.keeps and not theirs.gives and not theirs.gets
+    kinds = [type(order) for order in leader]
+    assert kinds.index(Deliver) > kinds.index(Go) and WritePasts not in kinds
+    (delivered,) = (each for each in leader if isinstance(each, Deliver))
+    assert {past.request_id for past in delivered.own} == {part.request_id for part in mine.keeps}
+    assert {past.request_id for past in delivered.attached} == {part.request_id for part in theirs.keeps}
 
 
 def each_step(steps: Sequence[str], *quick: tuple[str, int]) -> list[Any]:

@@ -13,7 +13,7 @@ the forward pass runs.
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -136,14 +136,24 @@ class _Samples:
 
 FinishForward = Callable[[], tuple[Tensor, DeviceSamples | None]]
 """Waits for the other stages of a step and returns the result of `Device.forward`."""
+BeginForward = Callable[[IntArray, FinishMasks | None], tuple[FinishForward, Callable[[], float]]]
+"""Begins a step in this stage. Returns its end, and a function that returns the seconds of the other stages after it,
+less the seconds for which the end has waited."""
 
 
 @dataclass(slots=True)
 class _BegunStep:
-    """A step that passes the other stages of a pipeline; `rows` are those that it samples."""
+    """A step that passes the other stages of a pipeline.
+
+    Attributes:
+        rows: The rows that it samples.
+        seconds: Its time in all stages, without waits.
+    """
 
     rows: frozenset[int]
     finish: Callable[[], _Samples | None]
+    elsewhere: Callable[[], float]
+    seconds: float = 0.0
     samples: _Samples | None = None
     error: Exception | None = None
 
@@ -158,7 +168,7 @@ class Runner(Generic[DeviceT]):
         depth, size = device.pipeline_depth, device.rows.num_rows * (1 + LOGPROB_COLUMNS)
         self._results = deque(pinned(size, torch.int32, device.pool.device) for _ in range(depth + 2))
         self._unsettled: deque[_Samples] = deque()
-        self.begin_forward: Callable[[IntArray, FinishMasks | None], FinishForward] | None = None
+        self.begin_forward: BeginForward | None = None
         """Begins a forward pass whose end other stages compute; None: the device computes all of it."""
         self._begun: deque[_BegunStep] = deque()
         self._last_end = 0.0
@@ -194,7 +204,7 @@ class Runner(Generic[DeviceT]):
         began, device = time.perf_counter(), self.device
         with torch.inference_mode(), device.stream.use():
             if any(self._needs(step, output) for step in self._begun):
-                self._finish_begun()
+                self.finish_begun()
             # Samples behind a wrong draft must not be stored after those of later steps.
             self._settle(all_but=0 if self._drafted else device.pipeline_depth)
             self._drafted = bool(output.drafts)
@@ -204,8 +214,9 @@ class Runner(Generic[DeviceT]):
             pools = self._pools.begin(chunks)
             if self.begin_forward is not None and pools is None and len(chunks):
                 step = self._begin(chunks, self.begin_forward)
-                return partial(self._collect_begun, output.step_id, step, began)
-            self._finish_begun()  # stages answer in order
+                step.seconds = time.perf_counter() - began
+                return partial(self._collect_begun, output.step_id, step)
+            self.finish_begun()  # stages answer in order
             samples = self._run(chunks, pools) if len(chunks) else None
             arrived = device.stream.mark() if samples is None or pools is not None else samples.arrived
         return partial(self._collect, output.step_id, samples, pools, arrived, began)
@@ -216,32 +227,33 @@ class Runner(Generic[DeviceT]):
         read = (chunk.row for chunk in output.chunks)
         return not step.rows.isdisjoint((*output.released_rows, *(new.row for new in output.new_requests), *read))
 
-    def _begin(self, chunks: IntArray, begin: Callable[[IntArray, FinishMasks | None], FinishForward]) -> _BegunStep:
+    def _begin(self, chunks: IntArray, begin: BeginForward) -> _BegunStep:
         where, ends, every = self._sampled(chunks)
         masks = self._begin_masks(where, ends, alone=every and not self.device.pipeline_depth)
-        finish = begin(chunks, masks)
-        step = _BegunStep(frozenset(where.tolist()), lambda: self._choose(*finish(), where, ends, masks))
+        finish, elsewhere = begin(chunks, masks)
+        step = _BegunStep(frozenset(where.tolist()), lambda: self._choose(*finish(), where, ends, masks), elsewhere)
         self._begun.append(step)
         return step
 
-    def _finish_begun(self) -> None:
+    def finish_begun(self) -> None:
         """Complete all begun steps. An error is raised when its step is collected."""
         while self._begun:
-            step = self._begun.popleft()
+            step, began = self._begun.popleft(), time.perf_counter()
             try:
                 step.samples = step.finish()
             except Exception as error:
                 step.error = error
+            step.seconds += time.perf_counter() - began + step.elsewhere()
 
-    def _collect_begun(self, step_id: int, step: _BegunStep, began: float) -> ModelRunnerOutput:
+    def _collect_begun(self, step_id: int, step: _BegunStep) -> ModelRunnerOutput:
         with torch.inference_mode(), self.device.stream.use():
             while step in self._begun:
-                self._finish_begun()
+                self.finish_begun()
             if step.error is not None:
                 raise step.error
             arrived = self.device.stream.mark() if step.samples is None else step.samples.arrived
-        self._last_end = began  # steps overlap, and each lasts from its launch to its result
-        return self._collect(step_id, step.samples, None, arrived, began)
+        found = self._collect(step_id, step.samples, None, arrived, time.perf_counter())
+        return replace(found, latency=step.seconds)
 
     def _sampled(self, chunks: IntArray) -> tuple[IntArray, IntArray, bool]:
         """Return rows and ends of the sampling chunks of `chunks [n, 4]`, and whether all chunks sample."""

@@ -22,6 +22,7 @@ from functools import partial
 from itertools import accumulate
 from queue import SimpleQueue
 from threading import Thread
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -278,8 +279,27 @@ class PipelineRunner:
         Also for an engine that follows another and lacks the last layer. With `model`, which predicts steps of a whole
         engine, a step runs as micro-batches if two concurrent stages are faster.
         """
-        self._device.beyond = NextStage(self._device, link, model)
-        self._runner.begin_forward = self._device.begin_forward
+        beyond = self._device.beyond = NextStage(self._device, link, model)
+        self._runner.begin_forward = lambda *step: (self._device.begin_forward(*step), lambda: beyond.elsewhere)
+
+    def hand_over(self, units: Sequence[int], layers: range, data: bytes) -> None:
+        """As a leader, write K and V to units of the follower before its next step. Raises LinkLostError."""
+        assert self._device.beyond is not None, "no stage follows"
+        head = {"units": units, "layers": (layers.start, layers.stop)}
+        _send(self._device.beyond.link, head, [data])
+
+    def fetch(self, request_id: str, units: Sequence[int]) -> None:
+        """As a leader, write a past that the follower has kept to the same units on both engines.
+
+        Without units the follower forgets it. Raises LinkLostError.
+        """
+        beyond = self._device.beyond
+        assert beyond is not None, "no stage follows"
+        self._runner.finish_begun()  # the follower answers in order
+        _send(beyond.link, {"past": request_id, "units": units}, [b""])
+        data = beyond.link.receive()
+        if units:
+            self.write_past(units, self._device.pool.layers, data)
 
     def end_lead(self) -> None:
         """Tell the follower that no steps follow. The link stays usable. Raises LinkLostError."""
@@ -287,21 +307,40 @@ class PipelineRunner:
         if beyond is not None:
             beyond.link.send(_END)
 
-    def follow(self, link: Link) -> None:
-        """Run steps for the leader until it ends. Raises LinkLostError, and StageError if the device is lost."""
+    def follow(self, link: Link, kept: dict[str, list[tuple[range, bytes]]] | None = None) -> None:
+        """Run steps for the leader until it ends, and write the pasts that it delivers.
+
+        `kept`: parts of pasts by request: those of the layers held here, and those for the leader. Raises
+        LinkLostError, and StageError if the device is lost.
+        """
         device = self._device
         tokens = device.rows.tokens  # unused here, but native kernels check the tokens of a chunk
         tokens[tokens < 0] = 0
         for step in _steps(link):
+            if isinstance(step, _Delivery):
+                self._take_delivery(link, step, kept or {})
+                continue
+            began = perf_counter()
             try:
                 with torch.inference_mode(), device.stream.use():
                     result, failure = _run(device, step), ""
             except Exception as error:  # the leader waits for an answer in any case
                 result, failure = torch.empty(0), str(error) or type(error).__name__
-            _send(link, {"failure": failure, "parts": result.shape, "number": step.number}, [_bytes_of(result)])
+            head = {"failure": failure, "parts": result.shape, "number": step.number}
+            _send(link, head | {"seconds": perf_counter() - began}, [_bytes_of(result)])
             if failure and (lost := device.stream.lost()) is not None:
                 raise StageError(f"the device is lost: {lost}")
         device.rows.num_blocks[:] = 0
+
+    def _take_delivery(self, link: Link, past: "_Delivery", kept: dict[str, list[tuple[range, bytes]]]) -> None:
+        if past.layers is not None:
+            self.write_past(past.units, past.layers, past.data)
+            return
+        for layers, data in kept.pop(past.request_id):
+            if layers != self._device.pool.layers:
+                link.send(data)
+            elif past.units:
+                self.write_past(past.units, layers, data)
 
 
 def cannot_drop(runner: Runner[Any]) -> str | None:
@@ -341,10 +380,23 @@ class _Step:
     wanted: IntArray
 
 
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """K and V for units of a follower: `data` of `layers`, or if `layers` is None the kept parts of a request."""
+
+    request_id: str
+    units: tuple[int, ...]
+    layers: range | None
+    data: bytearray
+
+
 class NextStage:
     """The engine that runs the layers that a device lacks, over a link, while the device continues.
 
     `model`: see `PipelineRunner.lead`.
+
+    Attributes:
+        elsewhere: Seconds that the other stages took for the last step, less those for which this stage waited for it.
     """
 
     def __init__(self, device: StagedDevice, link: Link, model: LatencyPredictor | None) -> None:
@@ -352,6 +404,7 @@ class NextStage:
         self._model = model
         self.link = link
         self._number = 0
+        self.elsewhere = 0.0
         self._sent: list[tuple[int, torch.dtype]] = []
 
     def cut(self, chunks: IntArray, *, whole: bool) -> list[IntArray]:
@@ -390,15 +443,17 @@ class NextStage:
         return partial(self._receive, sent)
 
     def _receive(self, sent: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        found, failures = [], []
+        found, failures, began, seconds = [], [], perf_counter(), 0.0
         for number, dtype in sent:
             while (answer := json.loads(self.link.receive()))["number"] != number:
                 self.link.receive()
             data = self.link.receive()
+            seconds += answer["seconds"]
             if answer["failure"]:
                 failures.append(answer["failure"])
             else:
                 found.append(_tensor(data, dtype, answer["parts"]))
+        self.elsewhere = seconds - (perf_counter() - began)
         if failures:
             raise StageError(f"a step failed on the next engine of the pipeline: {failures[0]}")
         return found
@@ -412,10 +467,12 @@ def _chunks_of(batch: Sequence[BatchPiece], chunks: IntArray) -> IntArray:
     return part
 
 
-def _steps(link: Link) -> Iterator[_Step]:
-    """Yield steps until the end. A thread reads ahead, because the sender must never wait for its answers to be read,
-    which would be a deadlock."""
-    came: SimpleQueue[_Step | Exception | None] = SimpleQueue()
+def _steps(link: Link) -> Iterator[_Step | _Delivery]:
+    """Yield steps and deliveries until the end.
+
+    A thread reads ahead, because the sender must never wait for its answers to be read, which would be a deadlock.
+    """
+    came: SimpleQueue[_Step | _Delivery | Exception | None] = SimpleQueue()
 
     def read() -> None:
         try:
@@ -439,8 +496,11 @@ def _run(device: StagedDevice, step: _Step) -> Tensor:
     return device.pass_through(step.chunks, step.hidden, step.wanted)
 
 
-def _receive_step(link: Link, head: bytearray) -> _Step:
+def _receive_step(link: Link, head: bytearray) -> _Step | _Delivery:
     about = json.loads(head)
+    if "units" in about:
+        layers = range(*about["layers"]) if "layers" in about else None
+        return _Delivery(about.get("past", ""), tuple(about["units"]), layers, link.receive())
     chunks, tables, wanted = (np.frombuffer(link.receive(), dtype=np.int64) for _ in range(3))
     is_long = np.frombuffer(link.receive(), dtype=np.bool_)
     hidden = _tensor(link.receive(), getattr(torch, about["dtype"]), about["parts"])

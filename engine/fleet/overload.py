@@ -151,19 +151,19 @@ class Pipelines:
         await self._meet(pair)
         led, followed = await pair.tell_both(frames.Stall(pair.num_units), frames.Detach())
         led = _each_unit_once(led)  # the leader's pasts keep their unit numbers, which are valid on both engines
-        await pair.tell_both(
-            frames.Exchange((), _parts(led, theirs), _parts(followed, mine), first=True),
-            frames.Exchange(_parts(followed, theirs), _parts(followed, mine), _parts(led, theirs), first=False),
+        await pair.tell_both(  # each engine keeps copies, and the pipeline delivers them while it serves
+            frames.Exchange(_parts(led, theirs), (), (), first=True),
+            frames.Exchange((*_parts(followed, mine), *_parts(followed, theirs)), (), (), first=False),
         )
         await pair.tell_both(
             frames.Reform(mine, pair.num_units, schedules=True), frames.Reform(theirs, pair.num_units, schedules=False)
         )
         leader.join(follower.leave())
         placed = await pair.tell(pair.leader, _attach(leader.accepted(), _tokens(followed)))
-        # The units of a leader's request that has ended may be in use again, so `placed` is written last.
-        await pair.tell_both(frames.WritePasts(placed), frames.WritePasts((*led, *placed)))
         await pair.tell(pair.follower, frames.Go(FOLLOWER))
-        await pair.tell(pair.leader, frames.Go(LEADER, _ids((*led, *placed))))
+        await pair.tell(pair.leader, frames.Go(LEADER))
+        lost = _tokens(followed).keys() - {past.request_id for past in placed}
+        await pair.tell(pair.leader, frames.Deliver(led, (*placed, *(Past(name, 0, ()) for name in lost))))
 
     async def _prepare(self, pair: Pair) -> None:
         """Load the absent layers while the pipeline serves. If this fails, they are loaded during the pause."""

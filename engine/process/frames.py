@@ -100,6 +100,13 @@ class WritePasts(OrderBase, frozen=True):
     pasts: tuple[Past, ...]
 
 
+class Deliver(OrderBase, frozen=True):
+    """Make a running leader complete the stalled requests, one after another, while other requests run."""
+
+    own: tuple[Past, ...]  # pasts of its own, whose kept parts go to the follower
+    attached: tuple[Past, ...]  # pasts that the follower has kept
+
+
 class Go(OrderBase, frozen=True):
     """Run steps again."""
 
@@ -135,7 +142,8 @@ class Reset(OrderBase, frozen=True):
 
 
 Order = (
-    Hold | Meet | Stall | Detach | Exchange | Reform | Attach | WritePasts | Go | Retire | Prepare | Dissolve | Reset
+    Hold | Meet | Stall | Detach | Exchange | Reform | Attach | WritePasts | Deliver | Go | Retire | Prepare | Dissolve
+    | Reset
 )  # fmt: skip
 
 

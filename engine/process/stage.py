@@ -1,7 +1,9 @@
 """Carry out the orders by which an engine process joins or leaves a pipeline of two engines.
 
 Pasts that change their units are copied before the pool is resized and written back afterwards, so they take memory
-twice for a moment. The pasts of a leader's own requests stay in their units when it drops layers.
+twice for a moment. The pasts of a leader's own requests stay in their units when it drops layers. A pipeline serves
+before its pasts are complete: requests without a past run, and each stalled request joins them when its past has come
+(KunServe §4.2).
 """
 
 import asyncio
@@ -125,6 +127,8 @@ class PipelineStage:
                 return tuple(self._attach(requests))
             case frames.WritePasts(pasts):
                 await self._engine.aside(self._write, pasts)
+            case frames.Deliver(own, attached):
+                await self._deliver(own, attached)
             case frames.Go(role, arrived):
                 await self._go(role, arrived)
             case frames.Retire(num_units):
@@ -245,6 +249,28 @@ class PipelineStage:
             for layers, data in staged.pop(past.request_id):
                 self._runner.write_past(past.units, layers, data)
 
+    async def _deliver(self, own: Sequence[Past], attached: Sequence[Past]) -> None:
+        """Complete the pasts of stalled requests on both engines, one by one, between steps of other requests."""
+        engine, staged = self._engine, self._staged
+        self._staged = {}
+        stalled = {past.request_id for past in (*own, *attached)}
+        for past in (*own, *attached):
+            left = [each.request_id for each in engine.moves.open_requests() if each.request_id in stalled]
+            held = {unit for name in left for unit in engine.moves.units_of(name)}
+            parts = staged.pop(past.request_id, None)
+            gone = past.request_id not in left  # it has ended, and its units may be in use again
+            units = () if gone else past.units
+            if gone and not held.isdisjoint(past.units):
+                raise EngineUnavailableError("a request has ended whose units other stalled requests share")
+            if parts is None:
+                await engine.aside(self._runner.fetch, past.request_id, units)
+            elif not gone:
+                for layers, data in parts:
+                    await engine.aside(self._runner.hand_over, units, layers, data)
+            stalled.discard(past.request_id)
+            if units:
+                engine.arrived(past.request_id)
+
     async def _go(self, role: str, arrived: Sequence[str]) -> None:
         engine = self._engine
         self.role, engine.core.state.staged = role, role == LEADER
@@ -267,7 +293,7 @@ class PipelineStage:
         def follow() -> None:
             lost = False
             try:
-                self._runner.follow(link)
+                self._runner.follow(link, self._staged)
             except LinkLostError:
                 lost = True
             except Exception:

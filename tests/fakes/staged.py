@@ -3,7 +3,8 @@ both, so that a past which is not there on one of them is found there.
 """
 
 import pickle
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fakes.runner import FakeRunner, _Cell
@@ -28,6 +29,7 @@ class StagedFake(FakeRunner):
         self._link: Link | None = None
         self._awaited: dict[int, int] = {}
         """Rows whose token a step in flight samples, and that step."""
+        self._unanswered: deque[Callable[[], None]] = deque()
 
     def drop(self, keep: range, num_units: int) -> None:
         assert self._link is None and len(self.held) == LAYERS and 0 < len(keep) < LAYERS
@@ -47,6 +49,7 @@ class StagedFake(FakeRunner):
     def restore(self, num_units: int) -> None:
         assert num_units == self.num_units
         self._link = None
+        self._unanswered.clear()
         self._lay_out(range(LAYERS))
 
     def _lay_out(self, layers: range) -> None:
@@ -90,11 +93,17 @@ class StagedFake(FakeRunner):
         link.send(pickle.dumps(output))
         self._awaited.update((chunk.row, output.step_id) for chunk in output.chunks if chunk.sample)
 
-        def collect() -> ModelRunnerOutput:
+        def receive() -> None:
+            self._unanswered.popleft()
             self._awaited = {row: step for row, step in self._awaited.items() if step > output.step_id}
             assert pickle.loads(link.receive()) == own.token_ids, "the stages differ"
+
+        def collect() -> ModelRunnerOutput:
+            if receive in self._unanswered:
+                receive()
             return own
 
+        self._unanswered.append(receive)
         return collect
 
     def lead(self, link: Link, model: Any = None) -> None:
@@ -106,9 +115,34 @@ class StagedFake(FakeRunner):
         self._link.send(END)
         self._link = None
 
-    def follow(self, link: Link) -> None:
+    def hand_over(self, units: Sequence[int], layers: range, data: bytes) -> None:
+        assert self._link is not None
+        self._link.send(pickle.dumps((units, layers, data)))
+
+    def fetch(self, request_id: str, units: Sequence[int]) -> None:
+        assert self._link is not None
+        while self._unanswered:
+            self._unanswered[0]()
+        self._link.send(pickle.dumps((request_id, units)))
+        data = self._link.receive()
+        if units:
+            self.write_past(units, self.held, bytes(data))
+
+    def follow(self, link: Link, kept: dict[str, list[tuple[range, bytes]]] | None = None) -> None:
         assert self.held.stop == LAYERS and len(self.held) < LAYERS
         while (message := link.receive()) != END:
+            match pickle.loads(message):
+                case (str(name), units):
+                    assert kept is not None
+                    for layers, data in kept.pop(name):
+                        if layers != self.held:
+                            link.send(data)
+                        elif units:
+                            self.write_past(units, layers, data)
+                    continue
+                case (units, range() as layers, data):
+                    self.write_past(units, layers, data)
+                    continue
             try:
                 tokens = self.compute(pickle.loads(message)).token_ids
             except AssertionError as error:
