@@ -100,6 +100,10 @@ class HygenLatency:
         """Return this predictor, which has no margin."""
         return self
 
+    def steady(self) -> Self:
+        """Return this model, which has no margins."""
+        return self
+
     def cache_work(
         self,
         compact_tokens: int = 0,
