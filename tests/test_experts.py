@@ -1,5 +1,6 @@
 """Mixtures of experts: our layers of a GPU and our experts of transformers' modules against transformers."""
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from test_transformers_model import generated
 
 from engine.build.plan import plan_launch
 from engine.config import EngineConfig
-from engine.errors import ModelLoadError
+from engine.errors import ConfigError, ModelLoadError
 from engine.execution import self_test
 from engine.execution.cpu.device import TorchDevice
 from engine.models import experts
@@ -94,9 +95,16 @@ def test_only_plain_engines_of_a_gpu_have_them(name: str, tmp_path: Path, monkey
     usual = EngineConfig(model=str(tmp_path), self_test=False)
     plan = plan_launch(usual)
     assert plan.implementation == "own" and isinstance(plan.spec, ModelSpec) and plan.spec.experts is not None
-    assert plan_launch(replace(usual, dtype="float16")).implementation == "transformers"
+    for flag, option in (
+        ("--dtype float16", {"dtype": "float16"}),
+        ("--offload-weights", {"offload_weights": "auto"}),
+        ("--overload hidden", {"overload": "hidden"}),
+    ):
+        with contextlib.suppress(ConfigError):
+            modules = plan_launch(replace(usual, **option))
+            assert modules.implementation == "transformers" and f"they run without {flag}" in modules.notes[0]
     assert choose(tmp_path, "auto").implementation == "transformers"
-    with pytest.raises(ModelLoadError, match="own layers with experts need a GPU and bfloat16"):
+    with pytest.raises(ModelLoadError, match="own layers with experts cannot run here: they need a GPU"):
         choose(tmp_path, "own")
 
 

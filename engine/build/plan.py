@@ -236,7 +236,7 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
     """Decide how a configuration runs on this machine. Raise ConfigError if it cannot run. `beside`: see LaunchPlan."""
     folder = resolve_model(config)
     backend = backends.find_backend(config.device)
-    choice = choose(folder, config.model_impl, experts=backend.runs_experts(config))
+    choice = choose(folder, config.model_impl, experts=backend.experts_refusal(config))
     spec = choice.shape
     if refusal := backend.config_refusal(config):
         raise ConfigError(refusal)
@@ -251,6 +251,8 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
     quantization, unrounded = _quantization(config, choice, backend), None
     if quantization in (STORED_FLOATS, *COMPACT):
+        if dtype != "bfloat16":
+            note = f"bfloat16 instead of {dtype}: products of {quantization} layers take no other type"
         dtype = "bfloat16"
     if quantization == FLOAT8:
         if why := backend.float8_refusal():

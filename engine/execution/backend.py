@@ -86,10 +86,10 @@ class Backend(Protocol):
     def float8_refusal(self) -> str | None:
         """Return why layers cannot compute on 8-bit floats here; None if they can."""
 
-    def runs_experts(self, config: EngineConfig) -> bool:
-        """Return whether native layers with experts can run as configured."""
+    def experts_refusal(self, config: EngineConfig) -> str | None:
+        """Return what native layers with experts lack, as configured; None if they can run."""
         del config
-        return False
+        return "they need a GPU"
 
     def graph_refusal(self, spec: ModelShape) -> str | None:
         """Return why steps of this model cannot run from graphs on this device; None if they can."""

@@ -231,16 +231,16 @@ class Choice:
     why: str
 
 
-def choose(folder: Path, wish: str, *, experts: bool = False) -> Choice:
+def choose(folder: Path, wish: str, *, experts: str | None = "they need a GPU") -> Choice:
     """Select the implementation of the model in `folder` for `wish` (auto, own, transformers).
 
-    `experts`: whether native layers of bfloat16 with experts can run here. Raises ModelLoadError, one line.
+    `experts`: see `Backend.experts_refusal`. Raises ModelLoadError, one line.
     """
     choice = _choose(folder, wish, experts)
     return replace(choice, shape=with_tokenizer_end(choice.shape, folder))
 
 
-def _choose(folder: Path, wish: str, experts: bool) -> Choice:
+def _choose(folder: Path, wish: str, experts: str | None) -> Choice:
     if wish == TRANSFORMERS:
         return Choice(_foreign(folder), TRANSFORMERS, "asked for")
     try:
@@ -249,10 +249,11 @@ def _choose(folder: Path, wish: str, experts: bool) -> Choice:
         if wish == OWN or not (folder / "config.json").is_file():
             raise
         return Choice(_instead(folder, error), TRANSFORMERS, "no family of ours")
-    if own.experts is not None and not (experts and own.dtype == "bfloat16"):
+    if own.experts is not None and (experts is not None or own.dtype != "bfloat16"):
+        why = experts or f"they are of {own.dtype}, not of bfloat16"
         if wish == OWN:
-            raise ModelLoadError(f"{folder}: own layers with experts need a GPU and bfloat16; set --model-impl auto")
-        return Choice(_foreign(folder), TRANSFORMERS, "its layers with experts are ours on a GPU only")
+            raise ModelLoadError(f"{folder}: own layers with experts cannot run here: {why}; set --model-impl auto")
+        return Choice(_foreign(folder), TRANSFORMERS, f"layers with experts are not ours here: {why}")
     return Choice(own, OWN, f"the family {own.family} is ours")
 
 

@@ -110,11 +110,18 @@ class CudaBackend(Backend):
         found = torch.cuda.get_device_capability()
         return None if found >= compact.OLDEST_ARCH else f"compute capability {found[0]}.{found[1]} is older than 8.9"
 
-    def runs_experts(self, config: EngineConfig) -> bool:
+    def experts_refusal(self, config: EngineConfig) -> str | None:
         """See Backend. Features that adapt, stream or release the matrices of a layer know MLPs only."""
-        plain = config.quantization == "none" and config.dtype in ("auto", "bfloat16") and not config.lora
-        plain = plain and parse_offload(config.offload_weights) is None
-        return plain and config.overload == "recompute" and torch.cuda.get_device_capability() >= _OLDEST_ARCH
+        if torch.cuda.get_device_capability() < _OLDEST_ARCH:
+            return "they need compute capability 8.0"
+        flags = {
+            f"--quantization {config.quantization}": config.quantization != "none",
+            f"--dtype {config.dtype}": config.dtype not in ("auto", "bfloat16"),
+            "--lora": bool(config.lora),
+            "--offload-weights": parse_offload(config.offload_weights) is not None,
+            f"--overload {config.overload}": config.overload != "recompute",
+        }
+        return next((f"they run without {flag}" for flag, given in flags.items() if given), None)
 
     def graph_refusal(self, spec: ModelShape) -> str | None:
         """See Backend. Elsewhere torch's grouped product copies the offsets of experts to the host."""
