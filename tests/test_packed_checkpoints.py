@@ -23,7 +23,7 @@ from engine.errors import ConfigError, ModelLoadError
 from engine.execution.cpu.native import library
 from engine.execution.plan import LaunchPlan
 from engine.limits import SchedulerConfig
-from engine.models.checkpoint import Checkpoint, dense, load_weights
+from engine.models.checkpoint import Checkpoint, blocks_of, bytes_of, dense, load_weights, nibbles_of
 from engine.models.packing import packing_from_config
 from engine.models.quantized import Int4Linear, QuantizedLinear
 from engine.models.spec import load_spec, spec_from_config
@@ -104,6 +104,33 @@ def test_settings_beside_config_json_are_read(name: str, impl: str, tmp_path: Pa
         plan_launch(config_of(tmp_path, model_impl=impl))
     (tmp_path / file).write_text(json.dumps(given))
     assert generated(config_of(tmp_path, model_impl=impl))[0] == expected
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
+def test_weights_are_unpacked_on_their_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operand of every operation is there; on a CPU a checkpoint of 20B in MXFP4 would take minutes."""
+    numbers = torch.Generator().manual_seed(5)
+    config: dict[str, Any] = {"quant_method": "mxfp4"}
+    if name == "mxfp4":
+        stored = packed_checkpoints.mxfp4(3, 96, 40, (0, 12), numbers).stored
+    else:
+        config, stored = FORMATS[name].config, FORMATS[name].make(64, 64, numbers).stored
+    packing = packing_from_config({"quantization_config": config})
+    assert packing is not None
+    monkeypatch.setattr(Tensor, "__bool__", lambda _: name != "mxfp4")  # scales are finite
+    monkeypatch.setattr(torch, "equal", lambda *_: True)
+    parts = {
+        part: each if part == "weight_shape" else torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for part, each in stored.items()
+    }
+    found: list[Any] = [dense(packing, parts)]
+    if packing.integers or packing.floats:
+        found += bytes_of(packing, parts)
+    if packing.nibbles:
+        found += nibbles_of(packing, parts) or ()
+    if packing.blocks:
+        found += blocks_of(packing, parts) or ()
+    assert {each.device.type for each in found if each is not None} == {"meta"}
 
 
 # Experts of gpt-oss ----------------------------------------------------------------------------------------------
