@@ -59,6 +59,8 @@ class ColocationStats:
     refit_errors: Mapping[str, float] = field(default_factory=dict)  # mean relative error `before` and `after`
     # searches and baselines, see `LEARNED` of the keeper
     learned: Mapping[str, float] = field(default_factory=dict, metadata=COUNTER)
+    # random variation of an aggregate without offline work, as a share, by key of each tolerance; empty before a search
+    baseline_noise: Mapping[str, float] = field(default_factory=dict)
     margins: Mapping[int, float] = field(default_factory=dict)  # safety margin of a step by its tokens
     share_limit: str = "none"  # what bounds `offline_share`: none, evidence, brake or breaker
     classes: tuple[ClassStanding, ...] = ()  # the class `default` first

@@ -21,6 +21,7 @@ router = APIRouter()
 _PROMISE = (
     "slo", "attainment", "latency_budget", "budget_origin", "rule", "interference_weight", "decode_value", "learned",
     "offline_share", "share_limit", "breaker", "model_refits", "refit_errors",
+    "baseline_noise",
 )  # fmt: skip
 """Fields of `ColocationStats` in the answer of /ready."""
 

@@ -18,7 +18,7 @@ seconds of calendar time.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from predictor.budget import BudgetParams
@@ -229,6 +229,7 @@ class SearchResult:
             co-location does not increase the excess.
         confirmed: Whether `best` kept the SLO in all further windows; None without such windows.
         num_evaluations: Number of replays, further windows included.
+        noise: Random variation of the online-only run by key of each tolerance, as a share; empty if unknown.
     """
 
     best: Evaluated
@@ -237,6 +238,7 @@ class SearchResult:
     slo_in_reach: bool
     confirmed: bool | None
     num_evaluations: int
+    noise: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def params(self) -> BudgetParams:

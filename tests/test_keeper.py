@@ -12,7 +12,15 @@ from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation.keeper import MIN_OFFLINE, Colocation, replay_alone, workload_of
-from engine.colocation.replay import ReplayedServer, ReplayWindow, find_budget, metrics_of, normal_noise, replay
+from engine.colocation.replay import (
+    ReplayedServer,
+    ReplayWindow,
+    baseline_noise,
+    find_budget,
+    metrics_of,
+    normal_noise,
+    replay,
+)
 from engine.colocation.waits import BUDGET_SHARE, SHORTEST_AWAITED, ArrivalWaits, initial_budget, slo_warning
 from engine.core import EngineCore
 from engine.errors import ConfigError
@@ -257,6 +265,28 @@ def test_the_search_sees_how_much_real_steps_vary() -> None:
     assert found.best.metrics["tbt_p99"] <= 0.040 and found.best.throughput > 0
     assert normal_noise(0.15)[49] == pytest.approx(1.0)
     assert sum(abs(1 - ratio) for ratio in noise) / len(noise) == pytest.approx(0.15, rel=0.1)
+
+
+def test_the_noise_of_a_baseline_is_found_and_told() -> None:
+    """The same chats alone vary with the step times; a tolerance below that can hardly be proven."""
+    window = poisson_window(2.0, 40, 40, 8.0, 1)
+    found = {}
+    for error in (0.02, 0.3):
+        server = replace(SERVER, slo=SLO.parse("tbt_p99=5%,ttft_mean=20%"), noise=normal_noise(error))
+        means, found[error] = baseline_noise(window, server)
+        assert found[error].keys() == {"tbt_p99", "ttft_mean"} and means["offline_throughput"] == 0.0
+        shares = [replay(window, server, BudgetParams("tidemill", 0.0), seed)["tbt_p99"] for seed in range(20, 26)]
+        inside = [abs(share / means["tbt_p99"] - 1.0) <= 1.5 * found[error]["tbt_p99"] for share in shares]
+        assert sum(inside) >= 4
+    assert found[0.02]["tbt_p99"] < 0.05 < found[0.3]["tbt_p99"]
+    search = find_budget(window, [], server, max_evaluations=4)
+    assert search.noise == found[0.3] and search.baseline.metrics == means
+    _, keeper = make_keeper(server.slo)
+    assert keeper.doubt == "" and keeper.stats(0.0).baseline_noise == {}
+    keeper.noise = {"tbt_p99": 0.07, "ttft_mean": 0.1}
+    keeper.set_budget(BudgetParams("tidemill", 0.0), "searched")
+    held = keeper.stats(0.0).held
+    assert "(searched); without batch work tbt_p99 by ± 7%: a tolerance below" in held and "ttft_mean" not in held
 
 
 def test_the_search_counts_the_drafts_that_a_server_recorded() -> None:

@@ -13,7 +13,7 @@ run). This module selects the requests to replay and compares measurements with 
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestOutput
@@ -208,6 +208,7 @@ class Colocation:
         self._refits = {True: 0, False: 0}
         self._refit_errors: dict[str, float] = {}
         self.learned: dict[str, float] = dict.fromkeys(LEARNED, 0)
+        self.noise: Mapping[str, float] = {}
         self.set_budget(budget, "as long as no search has ended")
 
     def set_budget(self, budget: BudgetParams, origin: str, *, replayed: bool = False, searched: bool = False) -> None:
@@ -223,7 +224,7 @@ class Colocation:
             searched: A search found exactly this budget for the current load or a higher rate.
         """
         self._origin, self._searched = origin, searched
-        self._held = "" if budget.latency_budget > 0.0 else f"no offline budget keeps the SLO ({origin})"
+        self._held = "" if budget.latency_budget > 0.0 else f"no offline budget keeps the SLO ({origin}){self.doubt}"
         if not self._held:
             for breaker in self._breakers.values():
                 if replayed:
@@ -233,6 +234,15 @@ class Colocation:
             self._budget = budget
         self._set_objective()
         self._follow_breakers(self._now)
+
+    @property
+    def doubt(self) -> str:
+        """Return a clause that names the tolerances below the noise of the baseline; empty without one."""
+        below = {key: share for key, share in self.noise.items() if share > self.slo.tolerances().get(key, math.inf)}
+        if not below:
+            return ""
+        named = " and ".join(f"{key} by ± {share:.0%}" for key, share in below.items())
+        return f"; without batch work {named}: a tolerance below it lets batch work run only without chats"
 
     def _set_objective(self) -> None:
         prompts = [(service_of(each.promise), each.lengths.to_compute) for each in self.load.arrivals]
@@ -366,6 +376,7 @@ class Colocation:
             model_refits_refused=self._refits[False],
             refit_errors=dict(self._refit_errors),
             learned=dict(self.learned),
+            baseline_noise=dict(self.noise),
             margins=self.model.margins(),
             share_limit=self._ruling(now).limit(now),
             classes=tuple(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
-from statistics import NormalDist
+from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
@@ -123,15 +123,31 @@ def normal_noise(mape: float, count: int = 99) -> tuple[float, ...]:
     return tuple(math.exp(errors.inv_cdf((i + 0.5) / count)) for i in range(count))
 
 
-def replay(workload: ReplayWindow, server: ReplayedServer, budget: BudgetParams) -> dict[str, float]:
+def replay(workload: ReplayWindow, server: ReplayedServer, budget: BudgetParams, seed: int = 0) -> dict[str, float]:
     """Replay the workload under a budget. Return metrics by their report names. L = 0: online only."""
-    return metrics_of(run_workload(workload, server, budget), server.slo, workload.seconds)
+    return metrics_of(run_workload(workload, server, budget, seed=seed), server.slo, workload.seconds)
+
+
+BASELINES = 5
+"""Number of online-only replays from which the noise of a baseline is computed."""
+
+
+def baseline_noise(workload: ReplayWindow, server: ReplayedServer) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the mean metrics of online-only replays, and the variation by key of each tolerance.
+
+    The replays differ in the variation of step times only. 95 % of the values lie within 1 ± the variation times the
+    mean.
+    """
+    runs = [replay(workload, server, BudgetParams("tidemill", 0.0), seed) for seed in range(BASELINES)]
+    means = {key: fmean(run[key] for run in runs) for key in runs[0]}
+    keys = [key for key in server.slo.tolerances() if means[key] > 0.0]
+    return means, {key: 2.0 * stdev(run[key] for run in runs) / means[key] for key in keys}
 
 
 def run_workload(
-    workload: ReplayWindow, server: ReplayedServer, budget: BudgetParams, *, oracle: bool = False
+    workload: ReplayWindow, server: ReplayedServer, budget: BudgetParams, *, oracle: bool = False, seed: int = 0
 ) -> VirtualRun:
-    """Replay the workload and return the run, with requests in workload order.
+    """Replay the workload and return the run, with requests in workload order. `seed` draws the step times.
 
     `oracle`: the core knows the mean step times and keeps no margin for their variation. Every request is followed to
     its end, even past the window; offline tokens count only inside it.
@@ -149,7 +165,7 @@ def run_workload(
     )
     driver = VirtualDriver(
         core,
-        PredictedRunner(model, noise, None if oracle or not noise else online.observe),
+        PredictedRunner(model, noise, None if oracle or not noise else online.observe, seed),
         workload.online(config.max_model_len),
         workload.offline(config.max_model_len, seed=1) if budget.latency_budget > 0 else None,
         backlog=2 * config.max_num_seqs,
@@ -237,7 +253,12 @@ def find_budget(
     """
     notes = [] if notes is None else notes
     known = {(each.window, each.budget): each for each in notes}
-    spent = 0.0
+    spent, noise = 0.0, dict[str, float]()
+    if server.slo.tolerances():  # candidates are compared with the mean of several baselines
+        began = clock()
+        metrics, noise = baseline_noise(first, server)
+        alone = BudgetParams("tidemill", 0.0)
+        known[0, alone] = Replayed(0, alone, metrics, clock() - began)
 
     def evaluate_on(window: int, workload: ReplayWindow) -> Callable[[BudgetParams], dict[str, float]]:
         def evaluate(budget: BudgetParams) -> dict[str, float]:
@@ -253,7 +274,7 @@ def find_budget(
 
         return evaluate
 
-    return search_budget(
+    found = search_budget(
         evaluate_on(0, first),
         server.slo,
         step_range(server.model, server.config),
@@ -262,3 +283,4 @@ def find_budget(
         start=start,
         is_over=lambda: spent >= cpu_seconds,
     )
+    return replace(found, noise=noise)

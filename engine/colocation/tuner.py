@@ -231,6 +231,8 @@ class BudgetTuner:
             windows = [(rate, min(needed, SEARCH_ARRIVALS), SEARCH_STEPS), (rate, needed, CONFIRM_STEPS)]
             if self._is_relative:  # a limit kept at the cell's upper rate holds in the whole cell, a tolerance may not
                 windows.append((lowest_rate(cell), min(needed, SEARCH_ARRIVALS), SEARCH_STEPS))
+            if any(o.tolerance and o.percentile for o in self._server.slo.objectives):  # few values decide a percentile
+                windows.append((rate, needed, CONFIRM_STEPS))
             first, *others = (
                 ReplayWindow.recorded(arrivals, offline, each, count, seed, longest=steps * pace, idle=idle)
                 for seed, (each, count, steps) in enumerate(windows, start=1)
@@ -245,11 +247,14 @@ class BudgetTuner:
         finally:
             keeper.learned["search_seconds"] += self._clock() - self._searched[cell].at
         keeper.learned["searches_made"] += 1
-        params = found.params
+        keeper.noise, params = found.noise, found.params
+        if found.noise:
+            told = ", ".join(f"{key} ± {share:.1%}" for key, share in found.noise.items())
+            log.info("without batch work the replayed load varies by: %s", told)
         if params.latency_budget > 0.0:
             log.info("offline budget for %.3g online requests/s: %s", rate, params)
         else:
-            log.warning("no offline budget keeps the SLO at %.3g online requests/s", rate)
+            log.warning("no offline budget keeps the SLO at %.3g online requests/s%s", rate, keeper.doubt)
         self.table.put(cell, BudgetEntry(params, situation, self._clock() + keeper.calendar))
 
     def _live_server(self) -> ReplayedServer:

@@ -160,6 +160,8 @@ def _offline_budget(stats: ColocationStats) -> Iterator[Metric]:
     yield gauge("latency_budget_seconds", "Latency budget of steps with offline work (L).", stats.latency_budget)
     yield gauge("interference_weight", "Interference weight of offline work (lambda).", stats.interference_weight)
     yield gauge("offline_share", "Share of the budget that offline work may use.", stats.offline_share)
+    text = "Random variation without offline work of the value that a tolerance bounds, as a share."
+    yield gauges("baseline_noise", text, "objective", stats.baseline_noise)
     text = "1 while offline work is held because no budget would meet the SLO, else 0."
     yield gauge("offline_held", text, float(bool(stats.held)))
     yield gauge("predictor_mape", "Mean relative error of predicted step times, recent steps.", stats.predictor_mape)

@@ -195,6 +195,7 @@ def _promise(stats: ColocationStats | None) -> dict[str, Any]:
         "breaker": stats.breaker,
         "breaker_cause": stats.breaker_cause,
         "held": stats.held,
+        "noise": max(stats.baseline_noise.values(), default=None),
         "classes": [
             {
                 "name": each.name,

@@ -171,6 +171,7 @@ test("batch work in a sentence", () => {
   assert.equal(say({ running: { online: 0, offline: 3 } }), "Running on the whole machine: no chat now.");
   assert.equal(say({ running: { online: 3, offline: 0 } }), "No batch work.");
   assert.equal(say({ breaker: "open", breaker_cause: "slo" }), "Paused beside chats: chats missed their limits (97 % of the last chats within them).");
+  assert.match(say({ noise: 0.04 }), /\. Without batch work the chats vary by ± 4 %\.$/);
   assert.equal(say({ held: "no offline budget keeps the SLO (search)" }), "Paused beside chats: no offline budget keeps the SLO (search).");
   assert.equal(say({ offline_share: 0.12 }), "Running beside chats with 12 % of its room, which grows with each chat within its limits.");
 });

@@ -21,7 +21,8 @@ export function batchSentence(snapshot) {
   const share = snapshot.offline_share;
   if (typeof share === "number" && share < FULL) return { text: `Running beside chats with ${percent(share, 0)} of its room, which grows with each chat within its limits.`, state: "warn" };
   const budget = snapshot.latency_budget === null ? "" : `: steps may take ${seconds(snapshot.latency_budget)}`;
-  return { text: `Running beside chats${budget}.`, state: "good" };
+  const noise = typeof snapshot.noise === "number" ? ` Without batch work the chats vary by ± ${percent(snapshot.noise, 0)}.` : "";
+  return { text: `Running beside chats${budget}.${noise}`, state: "good" };
 }
 
 /** Falls and returns of the share of the room that batch work has beside chats: a function of snapshots in order. */
