@@ -84,6 +84,18 @@ def test_growth_takes_the_memory_of_late_requests_first(depth: int, policy: str)
     assert driver.finals["old"].num_preemptions > 0 == driver.finals["young"].num_preemptions
 
 
+@pytest.mark.parametrize(("policy", "loses"), [("fcfs", "small"), ("apt", "large"), ("goodput", "large")])
+def test_growth_takes_the_memory_of_least_value_per_unit(depth: int, policy: str, loses: str) -> None:
+    """The large one is the older: by age alone the small one would lose."""
+    driver = make(depth, blocks=13, policy=policy, model=MODEL)
+    driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+    large, small = make_request("large", [1] * 30, 12), make_request("small", [2] * 6, 12)
+    driver.add(large, small)
+    driver.run()
+    check_solo(driver, large, small)
+    assert [name for name, final in driver.finals.items() if final.num_preemptions] == [loses]
+
+
 def test_offline_work_loses_before_late_online_work() -> None:
     driver = make(0, blocks=20, policy="goodput-strict", model=MODEL)
     driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))

@@ -31,8 +31,16 @@ from engine.errors import ConfigError
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling.fair_share import by_tenant
-from engine.scheduling.selection import Pressure, select_apt, select_goodput
-from engine.scheduling.state import FCFS, OnlinePolicy, SchedulerState
+from engine.scheduling.selection import (
+    DEFAULT_TAIL,
+    Pressure,
+    apt_values,
+    goodput_values,
+    select_apt,
+    select_goodput,
+    ttft_unit,
+)
+from engine.scheduling.state import FCFS, OnlinePolicy, SchedulerState, Values
 from engine.scheduling.urgency import freed_units, owes
 from engine.scheduling.waiting import QueueContext, Start, fcfs
 
@@ -161,18 +169,28 @@ def _demand_exceeds(state: SchedulerState, units: int) -> bool:
     return blocks > units // UNITS_PER_BLOCK
 
 
-def _by_knapsack(select: Choose, *, late_last: bool = False) -> OnlinePolicy:
-    return OnlinePolicy(fcfs, select=partial(choose_starts, select), late_last=late_last, by_laxity=True)
+def _apt(tail: float = DEFAULT_TAIL) -> OnlinePolicy:
+    values = lambda pending, hopeful, _ttft: apt_values(pending, hopeful, tail)  # noqa: E731
+    return _by_knapsack(partial(select_apt, tail=tail), values)
+
+
+def _goodput(tail: float = DEFAULT_TAIL, *, late_last: bool = False) -> OnlinePolicy:
+    values = lambda pending, hopeful, ttft: goodput_values(pending, hopeful, ttft_unit(ttft), tail)  # noqa: E731
+    return replace(_by_knapsack(partial(select_goodput, tail=tail), values), late_last=late_last)
+
+
+def _by_knapsack(select: Choose, values: Values) -> OnlinePolicy:
+    return OnlinePolicy(fcfs, select=partial(choose_starts, select), values=values, by_laxity=True)
 
 
 ONLINE_POLICIES: dict[str, OnlinePolicy] = {
     "fcfs": FCFS,
     "larry": OnlinePolicy(larry, scans_past=True),
-    "apt": _by_knapsack(select_apt),
-    "goodput": _by_knapsack(select_goodput),
-    "goodput-strict": _by_knapsack(partial(select_goodput, tail=0.0), late_last=True),
+    "apt": _apt(),
+    "goodput": _goodput(),
+    "goodput-strict": _goodput(0.0, late_last=True),
 }
-SELECTS: dict[str, Callable[..., list[Start]]] = {"apt": select_apt, "goodput": select_goodput}
+KNAPSACKS = {"apt": _apt, "goodput": _goodput}
 
 
 def find_policy(name: str) -> OnlinePolicy:
@@ -193,8 +211,8 @@ def find_policy(name: str) -> OnlinePolicy:
         number = math.nan
     if base == "larry" and 0.0 <= number < math.inf:
         return replace(policy, order=partial(larry, alpha=number))
-    if base in SELECTS and 0.0 <= number <= 1.0:
-        return _by_knapsack(partial(SELECTS[base], tail=number))
+    if base in KNAPSACKS and 0.0 <= number <= 1.0:
+        return KNAPSACKS[base](number)
     raise ConfigError(
         f"online policy '{name}': only larry (alpha >= 0), apt and goodput (0 <= tail <= 1) take a number (larry:0.5)"
     )

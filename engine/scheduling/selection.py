@@ -248,7 +248,7 @@ def select_apt(waiting: Sequence[Request], pressure: Pressure, tail: float = DEF
 
 def select_goodput(waiting: Sequence[Request], pressure: Pressure, tail: float = DEFAULT_TAIL) -> list[Start]:
     """Select with one point per request that meets its SLO if started now; a late one counts by `tail`."""
-    unit = pressure.ttft if math.isfinite(pressure.ttft) else DEFAULT_TTFT
+    unit = ttft_unit(pressure.ttft)
     queue = _transposed(waiting, pressure)
     savable = _savable(queue, pressure)
     values = goodput_values(queue.pending, savable, unit, tail)
@@ -406,6 +406,11 @@ def seconds_to_token(
     if rest:
         seconds += base + model.marginal(beside, start + full * chunk, rest)
     return seconds
+
+
+def ttft_unit(ttft: float) -> float:
+    """Return the unit of waiting time in seconds: the TTFT limit, if there is one."""
+    return ttft if math.isfinite(ttft) else DEFAULT_TTFT
 
 
 def apt_values(pending: FloatArray, savable: BoolArray, tail: float = DEFAULT_TAIL) -> FloatArray:

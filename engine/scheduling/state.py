@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from engine.api import EngineRequest, RequestClass
+from engine.arrays import BoolArray, FloatArray
 from engine.cache.cache import Cache
 from engine.limits import UNITS_PER_BLOCK, QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
@@ -111,6 +112,9 @@ Select = Callable[["SchedulerState", float], list[Start] | None]
 """Takes the state and the time."""
 
 
+Values = Callable[[FloatArray, BoolArray, float], FloatArray]
+
+
 def _always(_request: Request, _context: QueueContext) -> bool:
     return True
 
@@ -125,6 +129,9 @@ class OnlinePolicy:
         scans_past: Whether admission continues behind a request that could not start.
         select: Choose the requests to start, and their representation, when memory is short; None: use `order`. Returns
             None if memory suffices.
+        values: The knapsack's values of requests, from their pending times in seconds, whether they can still meet the
+            SLO, and the TTFT limit. When memory is short, running requests lose theirs by value per unit. None: the
+            newest loses it first.
         late_last: A running request that missed its TTFT objective loses its memory to those that can still meet it.
         by_laxity: Prompts that can still meet the objective go first; while memory lasts they also start first.
     """
@@ -133,6 +140,7 @@ class OnlinePolicy:
     admits: Callable[[Request, QueueContext], bool] = _always
     scans_past: bool = False
     select: Select | None = None
+    values: Values | None = None
     late_last: bool = False
     by_laxity: bool = False
 

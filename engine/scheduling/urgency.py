@@ -438,6 +438,8 @@ def answer_tokens(state: SchedulerState) -> float:
     return state.mean_output if state.num_answers else DEFAULT_OUTPUT
 
 
+JUST_NOW = 1e-3
+"""Minimum pending time in seconds: tokens of the last step came at the same time, and then the units decide."""
 LATE_HEADROOM = 0.25
 """Share of the pool that a late request must leave free when it starts, under a policy with `late_last`."""
 
@@ -533,20 +535,24 @@ def freed_units(request: Request, spared: Collection[CacheBlock] = frozenset()) 
 
 
 def online_order(state: SchedulerState, now: float) -> list[Request]:
-    """Return the running online requests by arrival; under a knapsack policy those without a limit on gaps and then the
-    late ones come last.
+    """Return the running online requests by arrival; under a knapsack policy the late ones come last.
 
-    Memory is taken from the end of this order, and late requests are worth less to the knapsack.
+    Memory is taken from the end of this order. If it is short, the others are ordered by value per unit, as Apt-Serve
+    chooses among running requests (§5): a request with many units and little value loses them first. Requests without a
+    limit on gaps lose theirs before those with one.
     """
-    running = list(state.running[RequestClass.ONLINE])
-    if state.online_policy.select is not None and (math.isfinite(state.objective.ttft) or state.promised):
-        if state.promised:
-            running.sort(key=lambda request: request.spec.promise is not None and math.isinf(request.spec.promise.tbt))
-        objective = state.objective
-        late = [objective.is_late(request, now) and not owes(state, request, now) for request in running]
-        if any(late):
-            return [*compress(running, map(not_, late)), *compress(running, late)]
-    return running
+    running, policy = list(state.running[RequestClass.ONLINE]), state.online_policy
+    if policy.values is None or not (math.isfinite(state.objective.ttft) or state.promised):
+        return running
+    late = [state.objective.is_late(request, now) and not owes(state, request, now) for request in running]
+    if state.pool.num_available_units >= UNITS_PER_BLOCK * len(running):
+        return [*compress(running, map(not_, late)), *compress(running, late)] if any(late) else running
+    times = [request.times for request in running]
+    pending = np.array([max(JUST_NOW, now - (t.arrival if t.last_token is None else t.last_token)) for t in times])
+    values = policy.values(pending, ~np.array(late, dtype=bool), state.objective.ttft)
+    units = np.array([max(1, request.cache_map.num_running_units) for request in running])
+    patient = [r.spec.promise is not None and math.isinf(r.spec.promise.tbt) for r in running]
+    return [running[index] for index in np.lexsort((-values / units, patient, late)).tolist()]
 
 
 def spares(state: SchedulerState, request: Request) -> bool:
