@@ -22,13 +22,18 @@ UNITS_PER_BLOCK = 2
 @dataclass(frozen=True, slots=True)
 class Padding:
     """Token counts, ascending, to which steps are padded (sizes of the CUDA graphs): decode-only steps and steps with
-    prompts. A step larger than the last size is not padded; nor is any step if the tuple is empty."""
+    prompts. A step larger than the last size is not padded; nor is any step if the tuple is empty.
+
+    jump: Padded token count beyond which layers multiply otherwise, and steps take longer at once; 0: none.
+    """
 
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
+    jump: int = 0
 
     def __str__(self) -> str:
-        return "; ".join(" ".join(map(str, sizes)) for sizes in (self.decode, self.mixed) if sizes)
+        sizes = "; ".join(" ".join(map(str, sizes)) for sizes in (self.decode, self.mixed) if sizes)
+        return f"{sizes}, jump {self.jump}" if self.jump else sizes
 
 
 NO_PADDING = Padding()

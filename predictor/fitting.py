@@ -52,6 +52,7 @@ def fit(
     token_limit: int = 8192,
     buckets: tuple[int, ...] = (),
     decode_buckets: tuple[int, ...] = (),
+    jump_at: int = 0,
     reach: Reach = EVERYTHING,
 ) -> LatencyModel:
     """Fit the model with the least mean relative error over `samples`.
@@ -61,6 +62,7 @@ def fit(
         token_limit: Largest step in tokens.
         buckets: Token counts to which steps are padded.
         decode_buckets: Token counts to which steps without prompts are padded.
+        jump_at: Padded token count beyond which every step may take longer by the same time; 0: none.
         reach: Windows with which the features count contexts.
 
     Raises:
@@ -76,7 +78,7 @@ def fit(
     if not (np.isfinite(seconds) & (seconds > 0)).all():
         raise ValueError("measured times must be positive and finite")
     knots = default_knots(token_limit)
-    design = _Design(knots, buckets, decode_buckets)
+    design = _Design(knots, buckets, decode_buckets, jump_at)
     weights = 1.0 / seconds
     coefficients = _solve(*design.gram(rows, weights), len(knots))
     residuals = np.abs(design.evaluate(rows, coefficients) / seconds - 1.0)
@@ -91,6 +93,7 @@ def fit(
         token_limit=token_limit,
         buckets=buckets,
         decode_buckets=decode_buckets,
+        jump_at=jump_at,
         reach=reach,
     )
 
@@ -98,7 +101,9 @@ def fit(
 class _Design:
     """Design matrix, built block by block: linear terms, then increments between knots."""
 
-    def __init__(self, knots: tuple[int, ...], buckets: tuple[int, ...], decode_buckets: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, knots: tuple[int, ...], buckets: tuple[int, ...], decode_buckets: tuple[int, ...] = (), jump_at: int = 0
+    ) -> None:
         import numpy as np
 
         self._np: Any = np
@@ -106,6 +111,7 @@ class _Design:
         self._widths = np.diff(self._knots, append=np.inf)
         self._buckets = np.array(buckets, dtype=np.float64)
         self._decode_buckets = np.array(decode_buckets or buckets, dtype=np.float64)
+        self._jump_at = jump_at or math.inf
         self._fields = [FeatureRow._fields.index(column) for column in COLUMNS.values()]
 
     def _block(self, rows: "Matrix") -> "Matrix":
@@ -113,9 +119,11 @@ class _Design:
         np = self._np
         out: Matrix = np.empty((len(FITTED_TERMS) + len(self._knots), len(rows)))
         out[0] = 1.0
-        out[1 : len(FITTED_TERMS)] = rows[:, self._fields].T
+        padded = self._pad(rows)
+        out[1 : len(FITTED_TERMS) - 1] = rows[:, self._fields].T
+        out[len(FITTED_TERMS) - 1] = padded > self._jump_at
         increments = out[len(FITTED_TERMS) :]
-        np.subtract(self._pad(rows), self._knots[:, None], out=increments)
+        np.subtract(padded, self._knots[:, None], out=increments)
         np.clip(increments, 0.0, self._widths[:, None], out=increments)
         return out
 
@@ -236,7 +244,7 @@ def refit(current: LatencyModel, sweep: Sequence[Sample], recent: Iterable[Sampl
     if len(steps) < FEWEST:
         return None
     train, held_out = split_samples(steps, HELD_OUT)
-    limits = {name: getattr(current, name) for name in ("token_limit", "buckets", "decode_buckets", "reach")}
+    limits = {name: getattr(current, name) for name in ("token_limit", "buckets", "decode_buckets", "jump_at", "reach")}
     base = fit(sweep, **limits) if sweep else current
     aged = _aged(sweep, train, base)
     found = fit([*train, *aged], **limits)

@@ -1,9 +1,10 @@
 """Latency model: the time of a step from its features, the time that a chunk adds, and the inverse (HyGen §4.2).
 
 The model is linear with non-negative coefficients, so that more work never costs less. Its terms: intercept; hinges
-max(0, T − k) of the padded token count T (convex: a memory-bound floor that bends into the compute-bound slope);
-contexts of decodes and of chunks; attention work; N_p; N_d; hidden cache, host tier, adapters, and masks (of grammars
-and thinking budgets). The paper's squares of S_p and S_d do not describe the bend.
+max(0, T − k) of the padded token count T (convex: a memory-bound floor that bends into the compute-bound slope); a jump
+where layers change how they multiply; contexts of decodes and of chunks; attention work; N_p; N_d; hidden cache, host
+tier, adapters, and masks (of grammars and thinking budgets). The paper's squares of S_p and S_d do not describe the
+bend.
 
 `predictor.fitting` fits the coefficients.
 
@@ -94,7 +95,7 @@ COLUMNS = {
     "masked_rows": "masked_rows",
 }
 """Fitted coefficients and the sum of features that each multiplies."""
-FITTED_TERMS = ("intercept", *COLUMNS)
+FITTED_TERMS = ("intercept", *COLUMNS, "jump")
 LINEAR_TERMS = (*FITTED_TERMS, "prefill_tokens", "compact_step", "restored_step")
 """Names of all coefficients except the hinges; each is a field of `LatencyModel`. `prefill_tokens`, per token of prompt
 chunks, is 0 in a fitted model: the hinges cover it."""
@@ -120,6 +121,7 @@ class LatencyModel:
     Attributes:
         knots: Token counts of the hinges, ascending.
         hinges: Slope increase at each knot.
+        jump_at: Largest padded token count without `jump`, the seconds by which larger steps take longer; 0: no jump.
         token_limit: Size of the table of the hinge part; larger steps are extrapolated with its last slope.
         buckets: Token counts to which steps are padded, ascending; empty: no padding.
         decode_buckets: The same for steps without prompts; empty: `buckets`.
@@ -139,6 +141,7 @@ class LatencyModel:
     prefill_context: float = 0.0
     masks: float = 0.0
     masked_rows: float = 0.0
+    jump: float = 0.0
     prefill_tokens: float = 0.0
     compact_step: float = 0.0
     restored_step: float = 0.0
@@ -147,6 +150,7 @@ class LatencyModel:
     token_limit: int = 8192
     buckets: tuple[int, ...] = ()
     decode_buckets: tuple[int, ...] = ()
+    jump_at: int = 0
     reach: Reach = EVERYTHING
     _table: list[float] = field(init=False, repr=False, compare=False)
     _decode_table: list[float] = field(init=False, repr=False, compare=False)
@@ -162,11 +166,12 @@ class LatencyModel:
         values = (*(getattr(self, name) for name in LINEAR_TERMS), *self.hinges)
         if not all(0.0 <= value < float("inf") for value in values):
             raise ValueError("coefficients must be finite and not negative")
-        end = max((self.token_limit, *self.buckets[-1:], *self.decode_buckets[-1:], *self.knots[-1:]))
-        table = _hinge_table(self.knots, self.hinges, self.buckets, end)
+        end = max((self.token_limit, self.jump_at + 1, *self.buckets[-1:], *self.decode_buckets[-1:], *self.knots[-1:]))
+        jump = (self.jump_at, self.jump) if self.jump_at else (end, 0.0)
+        table = _hinge_table(self.knots, self.hinges, self.buckets, end, jump)
         own = bool(self.decode_buckets)
         object.__setattr__(self, "_table", table)
-        decodes = _hinge_table(self.knots, self.hinges, self.decode_buckets, end) if own else table
+        decodes = _hinge_table(self.knots, self.hinges, self.decode_buckets, end, jump) if own else table
         object.__setattr__(self, "_decode_table", decodes)
         object.__setattr__(self, "_table_end", end)
         object.__setattr__(self, "_last_slope", sum(self.hinges))
@@ -296,8 +301,13 @@ def largest_chunk(cost: Callable[[int], float], seconds: float, max_tokens: int)
     return 0
 
 
-def _hinge_table(knots: tuple[int, ...], hinges: tuple[float, ...], buckets: tuple[int, ...], end: int) -> list[float]:
-    """Return the hinge part in seconds at 0 … `end` tokens, each count padded to its bucket (if not above the last)."""
+def _hinge_table(
+    knots: tuple[int, ...], hinges: tuple[float, ...], buckets: tuple[int, ...], end: int, jump: tuple[int, float]
+) -> list[float]:
+    """Return the hinge part in seconds at 0 … `end` tokens, each count padded to its bucket (if not above the last).
+
+    `jump`: a token count, and the seconds that are added beyond it.
+    """
     table = [0.0] * (end + 1)
     value, slope, at = 0.0, 0.0, 0
     for knot, hinge in zip((*knots, end), (*hinges, 0.0), strict=True):
@@ -307,6 +317,8 @@ def _hinge_table(knots: tuple[int, ...], hinges: tuple[float, ...], buckets: tup
         if stop > at:
             value, at = table[stop], stop
         slope += hinge
+    for tokens in range(jump[0] + 1, end + 1):
+        table[tokens] += jump[1]
     previous = 0
     for bucket in buckets:
         table[previous + 1 : bucket] = [table[bucket]] * (bucket - previous - 1)

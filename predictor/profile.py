@@ -111,7 +111,7 @@ class CacheCosts:
 NOT_MEASURED = CacheCosts()
 
 
-SCHEMA = 8
+SCHEMA = 9
 """Version of the file format. 2: cache costs; 3: nonzero cache costs; 4: samples of the sweep, for refits; 5: adapters;
 6: contexts of chunks; 7: masks; 8: cache costs per step. Profiles of older schemas are measured again."""
 
@@ -188,6 +188,7 @@ class Profile:
             "token_limit": self.model.token_limit,
             "buckets": self.model.buckets,
             "decode_buckets": self.model.decode_buckets,
+            "jump_at": self.model.jump_at,
             "coefficients": coefficients,
             "cache_costs": asdict(self.cache_costs),
             "sweep": [[*features.row(), seconds] for features, seconds in self.sweep],
@@ -233,6 +234,7 @@ def _parse(document: dict[str, Any]) -> Profile:
         token_limit=_integer(document["token_limit"]),
         buckets=tuple(_integer(bucket) for bucket in document["buckets"]),
         decode_buckets=tuple(_integer(bucket) for bucket in document["decode_buckets"]),
+        jump_at=_integer(document["jump_at"]),
         reach=Reach.parse(key.windows),
     )
     found = {field.name: document["cache_costs"][field.name] for field in fields(CacheCosts)}

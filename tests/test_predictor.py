@@ -329,7 +329,7 @@ def damaged(text: str, **changes: object) -> str:
         (lambda text: damaged(text, key="x"), "damaged"),
         (lambda text: damaged(text, key={}), "missing 'model'"),
         (lambda text: damaged(text, token_limit=True), "whole number"),
-        (lambda text: damaged(text, schema=1, cache_costs=None), "schema 1; this version reads schema 8"),
+        (lambda text: damaged(text, schema=1, cache_costs=None), "schema 1; this version reads schema 9"),
         (lambda text: damaged(text, cache_costs=None), "missing 'cache_costs'"),
         (lambda text: damaged(text, cache_costs={}), "missing 'run_hidden'"),
         (lambda text: text.replace('"swap_in": null', '"swap_in": -1'), "above zero"),

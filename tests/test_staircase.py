@@ -65,7 +65,8 @@ def steps_between(count: int = 600) -> list[BatchFeatures]:
 
 
 def fitted(samples: list[Sample], padding: Padding) -> LatencyModel:
-    return fit(samples, token_limit=TOKENS, buckets=padding.mixed, decode_buckets=padding.decode)
+    sizes = {"buckets": padding.mixed, "decode_buckets": padding.decode}
+    return fit(samples, token_limit=TOKENS, jump_at=padding.jump, **sizes)
 
 
 def errors_of(model: LatencyModel) -> list[float]:
@@ -80,6 +81,37 @@ def test_a_staircase_is_fitted_as_one() -> None:
     assert mean < 0.003, f"{mean:.2%} beside a noise of 1 %"
     assert min(aware) > -0.03, f"{min(aware):.2%}: a plan on it would break the promise"
     assert fmean(map(abs, unaware)) > 3 * mean and min(unaware) < -0.05
+
+
+@pytest.mark.parametrize("extra", [0.03, 0.16], ids=["one pass", "16 operators"])
+def test_a_jump_is_seen_on_both_sides(extra: float) -> None:
+    """An RTX 4090 with Qwen3-8B in 4 bits (computed): steps of more than 32 rows unpack the weights first."""
+
+    def jumping(features: BatchFeatures) -> float:
+        tokens, past = padded(features), features.decode_context_sum + features.prefill_context_sum
+        return 6e-3 + extra * (tokens > 32) + 9.3e-5 * tokens + 1.6e-7 * past
+
+    rng, now = random.Random(1), [0.0]
+
+    def measure(shape: StepShape) -> float:
+        seconds = jumping(shape.features()) * rng.uniform(0.99, 1.01)
+        now[0] += seconds
+        return seconds
+
+    limits = replace(LIMITS, padding=replace(PADDING, jump=32))
+    samples = run_sweep(measure, limits, 30.0, lambda: now[0])
+    model = fitted(samples, limits.padding)
+    for decodes, chunk in ((1, 0), (16, 0), (32, 0), (33, 0), (40, 0), (64, 0), (8, 16), (8, 100), (32, 512)):
+        features = BatchFeatures()
+        features.add_decodes(decodes, 512 * decodes)
+        if chunk:
+            features.add_chunk(0, chunk)
+        assert model.predict(features) == pytest.approx(jumping(features), rel=0.1), (decodes, chunk)
+    assert model.jump == pytest.approx(extra, rel=0.05) and model.scaled(2.0).jump == 2 * model.jump
+    few = BatchFeatures()
+    few.add_decodes(20, 20 * 512)
+    fits = model.max_prefill(few, extra / 2, 512, 0)
+    assert 20 + fits <= 32 < 20 + model.max_prefill(few, 2 * extra, 512, 0), "no plan crosses it by mistake"
 
 
 def test_decodes_and_prompts_have_steps_of_their_own() -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from engine.api import SamplingParams
 from engine.cache.blocks import COMPACT, CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
@@ -613,8 +614,8 @@ def measure_profile(
     limit, padding = limits.max_num_batched_tokens, limits.padding
 
     def fitted(chosen: list[Sample]) -> LatencyModel:
-        buckets, decode_buckets = padding.mixed, padding.decode
-        return fit(chosen, token_limit=limit, buckets=buckets, decode_buckets=decode_buckets, reach=limits.reach)
+        sizes: dict[str, Any] = {"buckets": padding.mixed, "decode_buckets": padding.decode, "jump_at": padding.jump}
+        return fit(chosen, token_limit=limit, **sizes, reach=limits.reach)
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     error = fitted(train).mape(held_out)

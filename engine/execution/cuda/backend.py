@@ -26,7 +26,7 @@ from engine.execution.cuda.mapped_layers import MappedLayers, Memory
 from engine.execution.cuda.mapped_layers import refusal as mapping_refusal
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.cuda.swap import PinnedCache, PinnedWeights, staging_units
-from engine.execution.plan import BLOCKS, COMPACT, STORED_FLOATS, LaunchPlan
+from engine.execution.plan import BLOCKS, COMPACT, NIBBLES, STORED_FLOATS, LaunchPlan
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
@@ -200,7 +200,7 @@ class CudaBackend(Backend):
             return NO_PADDING  # transformers modules and torch operators run every step unpadded
         limits = plan.limits
         decode, mixed = decode_buckets(limits.max_num_seqs), mixed_buckets(limits.max_num_batched_tokens)
-        return Padding(tuple(decode), tuple(mixed))
+        return Padding(tuple(decode), tuple(mixed), compact.FEW_ROWS if plan.quantization == NIBBLES else 0)
 
     def prepare(
         self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
