@@ -1,8 +1,9 @@
 """Waiting offline requests in order of admission: by lane, then tenant, then job.
 
 - Lanes: `flex` (a client waits), then batch lines at risk of missing their completion window, then other batch lines.
-  The order is strict except for a floor: a waiting lane is owed `LANE_FLOOR` of the work admitted from the lanes above
-  it, and it goes first as soon as it is owed its next request. No lane starves, and an empty lane earns no credit.
+  The order is strict except for a floor: a waiting lane is owed a share of the work admitted from the lanes above it
+  (`LANE_FLOORS`), and it goes first as soon as it is owed its next request. Lines at risk get half of the leftover
+  beside flex requests. No lane starves, and an empty lane earns no credit.
 - Within a lane preempted requests go first, oldest first, since their blocks may still be cached.
 - Then tenants by virtual token counters, and the jobs of a tenant likewise (`FairShare`). A request is charged when it
   is admitted, for its prompt and its job's mean output. At its end the charge is corrected to the actual cost.
@@ -209,8 +210,8 @@ def _common_length(segment: Sequence[bytes], hashes: Sequence[bytes], offset: in
     return next((i for i in range(limit) if segment[i] != hashes[offset + i]), limit)
 
 
-LANE_FLOOR = 1 / 8
-"""Share of the work admitted from higher lanes that a waiting lane is owed."""
+LANE_FLOORS = {Lane.FLEX: 0.0, Lane.AT_RISK: 1.0, Lane.BATCH: 1 / 8}
+"""Work that a waiting lane is owed, as a share of the work admitted from higher lanes."""
 FORGETTING = 0.1
 """Weight of the newest answer in the mean answer length of a job."""
 
@@ -267,7 +268,7 @@ class LaneFloors:
         present = set(waiting)
         for below in present:
             if below > lane:
-                self._owed[below] = self._owed.get(below, 0.0) + LANE_FLOOR * cost
+                self._owed[below] = self._owed.get(below, 0.0) + LANE_FLOORS[below] * cost
         self._owed[lane] = max(0.0, self._owed.get(lane, 0.0) - cost)
         for absent in [known for known in self._owed if known not in present]:
             del self._owed[absent]
