@@ -295,7 +295,8 @@ class PipelineRunner:
         """
         beyond = self._device.beyond
         assert beyond is not None, "no stage follows"
-        self._runner.finish_begun()  # the follower answers in order
+        with torch.inference_mode(), self._device.stream.use():
+            self._runner.finish_begun()  # the follower answers in order
         _send(beyond.link, {"past": request_id, "units": units}, [b""])
         data = beyond.link.receive()
         if units:
