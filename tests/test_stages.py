@@ -117,15 +117,18 @@ def units_of_group(runner: PipelineRunner, kept: Sequence[range]) -> int:
 
 @contextmanager
 def pipeline(
-    *runners: PipelineRunner, kind: type[Link] = Link, model: LatencyModel | None = None
+    *runners: PipelineRunner, kind: type[Link] = Link, model: LatencyModel | None = None, kept: Any = None
 ) -> Iterator[list[Link]]:
-    """Each leads the next one, whose part of a step runs in a thread. Gives the links, as the leaders see them."""
+    """Each leads the next one, whose part of a step runs in a thread. Gives the links, as the leaders see them.
+
+    `kept`: parts of pasts that followers deliver.
+    """
     links = []
     with ExitStack() as stack:
         for leader, follower in pairwise(runners):
             ends = socket.socketpair()
             here, there = stack.enter_context(closing(kind(ends[0]))), stack.enter_context(closing(Link(ends[1])))
-            thread = threading.Thread(target=follower.follow, args=(there,))
+            thread = threading.Thread(target=follower.follow, args=(there, kept))
             thread.start()
             stack.callback(thread.join)
             leader.lead(here, model)
@@ -228,11 +231,14 @@ def test_the_steps_of_a_pipeline_overlap_without_a_common_decode_and_change_no_t
             driver.core.state.staged = True
             with pipeline(*runners[:2], kind=CountingLink) as links:
                 abort_in_flight(driver, "ended")
+                left = 0
                 while driver.step():
+                    left = max(left, len(runner._runner._begun))
                     first, second = (*driver.core.state.in_flight, None, None)[:2]
                     assert not first or not second or not decoded(first) & decoded(second)
+            assert left == 1, "a step stays under way when the one before is collected"
             assert isinstance(links[0], CountingLink) and links[0].most == 2 and links[0].sent == 0
-            assert driver.most_in_flight == 2
+            assert driver.most_in_flight == 2 and driver.stats().failed_steps == 0
         else:
             driver.run()
         del driver.outputs["ended"]
@@ -347,6 +353,60 @@ def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
         alone.add(request)
         alone.run()
         assert outputs[request.request_id] == alone.outputs[request.request_id]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pasts_are_delivered_between_steps_of_other_requests(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    requests = [make_request(f"r{i}", rng.integers(3, 90, 9 + i).tolist(), 20) for i in range(6)]
+    group = Group(kind)
+    (leader, follower), (first, second), (front, back) = group.drivers, group.runners, group.kept
+    leader.add(*requests[:2])
+    follower.add(*requests[2:4])
+    for driver in group.drivers:
+        for _ in range(4):
+            driver.step()
+    group.rest()
+    own: dict[str, Any] = {}
+    for request in requests[:2]:
+        stalled = leader.moves.stall(request.request_id, group.units)
+        assert stalled is not None
+        own[request.request_id] = stalled[1], first.read_past(stalled[1], back)
+    kept, moved = {}, []
+    for name in [each.request_id for each in follower.moves.open_requests()]:
+        held = units_held(follower, name)
+        kept[name] = [(layers, second.read_past(held, layers)) for layers in (front, back)]
+        moved.append((follower.moves.detach(name), len(held)))
+    for runner, layers in zip(group.runners, group.kept, strict=True):
+        runner.drop(layers, group.units)
+    leader.core.state.pool.grow(group.units - UNITS)
+    attached = {}
+    for each, count in moved:
+        assert leader.moves.attach(each)
+        attached[each.spec.request_id] = units_held(leader, each.spec.request_id)[:count]
+        leader.outputs[each.spec.request_id] = follower.outputs.pop(each.spec.request_id)
+    leader.core.config = leader.core.state.config = replace(leader.core.config, pipeline_depth=1)
+    leader.core.state.staged = True
+    leader.add(*requests[4:])
+    with pipeline(*group.runners, kept=kept):
+        for name, units in [*own.items(), *attached.items()]:
+            leader.step()
+            assert leader.launch() or leader.in_flight, "the leader delivers while a step passes the follower"
+            if name in own:
+                first.hand_over(units[0], back, units[1])
+            else:
+                first.fetch(name, units)
+            leader.moves.arrived(name)
+        kept["gone"] = [(front, b""), (back, b"")]
+        first.fetch("gone", ())
+        assert not kept
+        leader.run()
+        assert leader.stats().failed_steps == 0
+    alone = drive(make_any(kind), UNITS)
+    for request in requests:
+        alone.add(request)
+        alone.run()
+        assert leader.outputs[request.request_id] == alone.outputs[request.request_id]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -141,7 +141,7 @@ BeginForward = Callable[[IntArray, FinishMasks | None], tuple[FinishForward, Cal
 less the seconds for which the end has waited."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _BegunStep:
     """A step that passes the other stages of a pipeline.
 
@@ -238,17 +238,20 @@ class Runner(Generic[DeviceT]):
     def finish_begun(self) -> None:
         """Complete all begun steps. An error is raised when its step is collected."""
         while self._begun:
-            step, began = self._begun.popleft(), time.perf_counter()
-            try:
-                step.samples = step.finish()
-            except Exception as error:
-                step.error = error
-            step.seconds += time.perf_counter() - began + step.elsewhere()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        step, began = self._begun.popleft(), time.perf_counter()
+        try:
+            step.samples = step.finish()
+        except Exception as error:
+            step.error = error
+        step.seconds += time.perf_counter() - began + step.elsewhere()
 
     def _collect_begun(self, step_id: int, step: _BegunStep) -> ModelRunnerOutput:
         with torch.inference_mode(), self.device.stream.use():
-            while step in self._begun:
-                self.finish_begun()
+            while step in self._begun:  # later steps stay under way
+                self._finish_oldest()
             if step.error is not None:
                 raise step.error
             arrived = self.device.stream.mark() if step.samples is None else step.samples.arrived
