@@ -1,5 +1,5 @@
 """A folder of safetensors as a tensor source: one tensor in memory at a time, with a check that all tensors are used.
-Quantized weights are unpacked while they are read.
+Quantized weights are unpacked while they are read, on the device.
 
 Unpack quantized weights: compressed-tensors, AWQ, GPTQ (also act-order), FP8 and MXFP4.
 
@@ -148,7 +148,9 @@ def nibbles_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, T
     shape = shape_of(packing, parts)
     stored = packing.block[1] or shape[1]
     group, order = group_of(shape[1], stored), _order(packing, parts, shape)
-    if group is None or (order is not None and not torch.equal(order, torch.arange(shape[1]) // stored)):
+    if group is None or (
+        order is not None and not torch.equal(order, torch.arange(shape[1], device=order.device) // stored)
+    ):
         return None
     scales, zeros = _scales(packing, parts, shape), _zeros(packing, parts, shape)
     if not bool(scales.isfinite().all()):
@@ -156,7 +158,7 @@ def nibbles_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, T
     values = _values(packing, parts, shape)
     if zeros is None:
         half = 1 << packing.bits - 1
-        values, zeros = values + half, torch.full(scales.shape, half)
+        values, zeros = values + half, torch.full(scales.shape, half, device=scales.device)
     repeats = shape[1] // group // scales.shape[1]
     each, points = (part.repeat_interleave(repeats, 1).contiguous() for part in (scales, zeros.to(torch.uint8)))
     return pack_values(values), each, points
@@ -185,10 +187,10 @@ def _experts(blocks: Tensor, scales: Tensor) -> Tensor:
         raise ModelLoadError(f"scales {list(scales.shape)} for blocks {list(blocks.shape)}")
     if bool((scales == _NO_SCALE).any()):
         raise ModelLoadError("some scales are not finite")
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    powers = torch.tensor([2.0 ** (exponent - 127) for exponent in range(_NO_SCALE)])
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=blocks.device)
+    powers = torch.tensor([2.0 ** (exponent - 127) for exponent in range(_NO_SCALE)], device=blocks.device)
     count, outputs, groups, _ = blocks.shape
-    weight = torch.empty(count, groups * MX_GROUP, outputs, dtype=torch.bfloat16)
+    weight = torch.empty(count, groups * MX_GROUP, outputs, dtype=torch.bfloat16, device=blocks.device)
     for expert, bits, scale in zip(weight, blocks, scales, strict=True):
         pairs = torch.stack((bits & 15, bits >> 4), -1).flatten(-2)
         products = values[pairs.int()] * powers[scale.int()].unsqueeze(-1)  # exact in float32, and in bfloat16
@@ -434,19 +436,16 @@ class Checkpoint:
             if parts is None:
                 return None
             self._rows(name, (len(parts[0]), 2 * parts[0].shape[1]), shape)
-            values, scales, zeros = (part.to(self._device) for part in parts)
-            return PackedWeight(values, scales, zeros, self._dtype)
+            return PackedWeight(*parts, self._dtype)
         if self._packing is not None and self._packing.blocks:
             found = self._unpack(name, blocks_of)
             if found is None:
                 return None
             self._rows(name, tuple(found[0].shape), shape)
-            values, scales = (part.to(self._device) for part in found)
-            return BlockWeight.of(values, scales, self._packing.block, self._dtype)
+            return BlockWeight.of(*found, self._packing.block, self._dtype)
         values, scales, inputs = self._unpack(name, bytes_of)
         self._rows(name, tuple(values.shape), shape)
-        inputs = None if inputs is None else inputs.to(self._device)
-        return RoundedWeight(values.to(self._device), scales.to(self._device), self._dtype, inputs)
+        return RoundedWeight(values, scales, self._dtype, inputs)
 
     def dense_tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name: quantized layers unpacked to the requested type, others unchanged."""
@@ -455,7 +454,7 @@ class Checkpoint:
         bodies = (weight_of(self._packing, name) for name in self._where)
         for weight in sorted(filter(None, bodies)):
             if self._stored(weight):
-                found[weight] = self._unpack(weight, dense).to(self._device, self._dtype)
+                found[weight] = self._unpack(weight, dense).to(self._dtype)
         for name in sorted(self._unused):
             if not _INERT.search(name) and name.rpartition(".")[2] not in CACHE_SCALES:
                 found[name] = self._floats(name).to(self._device)
@@ -498,7 +497,9 @@ class Checkpoint:
         assert self._packing is not None
         stored = self._stored(name)
         try:
-            parts = {part: self._files[self._where[each]].get_tensor(each) for part, each in stored.items()}
+            parts = {
+                part: self._files[self._where[each]].get_tensor(each).to(self._device) for part, each in stored.items()
+            }
             found = how(self._packing, parts)
         except ModelLoadError as error:
             raise ModelLoadError(f"{self._folder}: weight {name} by {self._packing.name}: {error.message}") from None
