@@ -26,7 +26,7 @@ from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import AWQ, EXPERTS, GPTQ, MX_GROUP, SCALED, WORDS, Packing
 from engine.models.quantized import BlockWeight, PackedWeight, RoundedWeight, StoredWeight, group_of, pack_values
 from engine.models.spec import ModelSpec
-from engine.models.stored_tensors import damage_of, weight_files
+from engine.models.stored_tensors import damage_of, text_names, weight_files
 from engine.models.weights import (
     DummyTensors,
     Gather,
@@ -395,6 +395,7 @@ class Checkpoint:
         self._device = device
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
+        self._stored_as: dict[str, str] = {}
         self._unused: set[str] = set()
         self._next_report = 0.0
 
@@ -404,12 +405,19 @@ class Checkpoint:
                 if tensor in self._where:
                     raise ModelLoadError(f"{self._folder}: tensor {tensor} is in {self._where[tensor]} and in {name}")
                 self._where[tensor] = name
+        self._stored_as = text_names(self._where)
+        self._where = {name: self._where[outer] for name, outer in self._stored_as.items()}
         self._unused = set(self._where)
         self._next_report = time.monotonic() + PROGRESS_SECONDS
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._files.clear()
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the folder has a multimodal wrapper, of which this is the text part."""
+        return any(name != outer for name, outer in self._stored_as.items())
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name, or a quantized weight."""
@@ -423,8 +431,8 @@ class Checkpoint:
         if name not in self._where:
             files = ", ".join(sorted(self._files)[:_NAMED]) + (", ..." if len(self._files) > _NAMED else "")
             raise ModelLoadError(f"{self._folder} lacks tensor {name} (files: {files})")
-        file = self._files[self._where[name]]
-        rows = self._rows(name, tuple(file.get_slice(name).get_shape()), shape)
+        file, stored = self._files[self._where[name]], self._stored_as[name]
+        rows = self._rows(name, tuple(file.get_slice(stored).get_shape()), shape)
         return self._converted(name, self._floats(name, rows))
 
     def fetch_bytes(self, name: str, shape: tuple[int, int]) -> StoredWeight | None:
@@ -449,9 +457,8 @@ class Checkpoint:
 
     def dense_tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name: quantized layers unpacked to the requested type, others unchanged."""
-        assert self._packing is not None
         found = dict[str, Tensor]()
-        bodies = (weight_of(self._packing, name) for name in self._where)
+        bodies = () if self._packing is None else [weight_of(self._packing, name) for name in self._where]
         for weight in sorted(filter(None, bodies)):
             if self._stored(weight):
                 found[weight] = self._unpack(weight, dense).to(self._dtype)
@@ -498,7 +505,8 @@ class Checkpoint:
         stored = self._stored(name)
         try:
             parts = {
-                part: self._files[self._where[each]].get_tensor(each).to(self._device) for part, each in stored.items()
+                part: self._files[self._where[each]].get_tensor(self._stored_as[each]).to(self._device)
+                for part, each in stored.items()
             }
             found = how(self._packing, parts)
         except ModelLoadError as error:
@@ -518,8 +526,8 @@ class Checkpoint:
 
     def _floats(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Return a tensor, or some of its rows, unconverted."""
-        file = self._files[self._where[name]]
-        tensor: Tensor = file.get_tensor(name) if rows == slice(None) else file.get_slice(name)[rows]
+        file, stored = self._files[self._where[name]], self._stored_as[name]
+        tensor: Tensor = file.get_tensor(stored) if rows == slice(None) else file.get_slice(stored)[rows]
         if tensor.dtype not in _FLOATS:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ModelLoadError(f"{self._folder}: tensor {name} is of type {kind}, and config.json does not say how")

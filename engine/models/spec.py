@@ -4,6 +4,7 @@ One `ModelSpec` covers Llama 2/3.x, Mistral, Qwen2/2.5, Qwen3, Phi-3, Gemma 2, G
 they differ in data only. Of mixtures of experts it covers Qwen3-MoE, Mixtral and gpt-oss.
 """
 
+import importlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -224,7 +225,7 @@ def from_configs(folder: Path, read: Callable[[dict[str, Any], dict[str, Any]], 
             raise ModelLoadError(f"{folder}: {NO_GGUF}")
         raise ModelLoadError(f"{folder} has no config.json: not a Hugging Face checkpoint folder")
     try:
-        config = read_json(path)
+        config = text_part(folder, read_json(path))
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["dtype"] = stored_type(folder)
         if not (config.get("quantization_config") or config.get("compression_config")):
@@ -232,6 +233,38 @@ def from_configs(folder: Path, read: Callable[[dict[str, Any], dict[str, Any]], 
         return read(config, read_json(generation) if generation.is_file() else {})
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error.message}") from None
+
+
+TEXT_OF = "text_of"
+"""Key of a config that `text_part` has made: the architecture of the wrapper."""
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config", "compression_config", "eos_token_id")
+
+
+def text_part(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the text part of a multimodal wrapper, with transformers' defaults for values that its
+    config.json leaves out; any other config as it is. `folder` holds that config.json."""
+    if not isinstance(config.get("text_config"), dict):
+        return config
+    transformers: Any = importlib.import_module("transformers")
+    try:
+        whole = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception:  # configs raise various types; the reader of the whole config reports what it cannot use
+        return config
+    text = whole.get_text_config()
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if text is whole or causal is None:
+        return config
+    tied = config.get("tie_word_embeddings", config["text_config"].get("tie_word_embeddings"))
+    part = {**text.to_dict(), **({} if tied is None else {"tie_word_embeddings": tied})}
+    named = (config.get("architectures") or [type(whole).__name__])[0]
+    kept = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
+    return {**part, **kept, "architectures": [causal.__name__], TEXT_OF: named}
+
+
+def text_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note for a config that `text_part` has made."""
+    named = config.get(TEXT_OF)
+    return () if named is None else (f"the text part of {named} is served; requests with images are refused",)
 
 
 def _quantization_beside(folder: Path) -> Mapping[str, Any] | None:
@@ -289,7 +322,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         max_position_embeddings=ropes.positions if ropes else max_position,
         longest=ropes.longest if ropes else None,
         limited_by=ropes.limited_by if ropes else "",
-        notes=ropes.notes if ropes else (),
+        notes=(*text_notes(config), *(ropes.notes if ropes else ())),
         short_context=ropes.rope.short_context if ropes else 0,
         norm=family.norm,
         norm_eps=_eps(config, family),

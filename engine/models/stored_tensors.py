@@ -5,6 +5,7 @@ Pickled weights (.bin, .pt) are refused and never opened, because reading them c
 
 import json
 import mmap
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +61,27 @@ def weight_files(folder: Path) -> list[str]:
     raise ModelLoadError(f"{folder} has no *.safetensors file")
 
 
+_TEXT = re.compile(r"(?:model\.)?language_model\.(?:(lm_head\.)|(?:model\.)?)")
+_HEAD = "lm_head."
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """Return stored names by the names in a checkpoint of the text part alone.
+
+    In a multimodal wrapper, tensors of the other parts are left out. All names of another checkpoint stay as they are.
+    """
+    found = list(names)
+    if not any(map(_TEXT.match, found)):
+        return {name: name for name in found}
+    parts = {}
+    for name in found:
+        if (outer := _TEXT.match(name)) is not None:
+            parts[(outer[1] or "model.") + name[outer.end() :]] = name
+        elif name.startswith(_HEAD):
+            parts[name] = name
+    return parts
+
+
 def files_of(folder: Path, tensor: str) -> str:
     """Return the files of the checkpoint that store a tensor, or else all, as text of at most three names."""
     files = weight_files(folder)
@@ -101,9 +123,10 @@ def has_own_head(folder: Path, heads: Iterable[str], embeddings: Iterable[str]) 
     a folder without readable weights, whose error is reported when they are loaded.
     """
     try:
-        stored = {name: each for file in weight_files(folder) for name, each in read_header(folder / file).items()}
+        found = {name: each for file in weight_files(folder) for name, each in read_header(folder / file).items()}
     except (ModelLoadError, OSError):
         return False
+    stored = {name: found[outer] for name, outer in text_names(found).items()}
     head = next((module for module in heads if any(name.startswith(f"{module}.") for name in stored)), None)
     embedding = next((each for name in embeddings if (each := stored.get(f"{name}.weight")) is not None), None)
     if head is None or embedding is None:

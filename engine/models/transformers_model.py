@@ -20,7 +20,7 @@ from engine.models.families import family_named
 from engine.models.linear import Linear, MakeLinear, make_linear
 from engine.models.lora import AdapterPlan, Site
 from engine.models.packing import Packing
-from engine.models.spec import ModelSpec, read_json
+from engine.models.spec import ModelSpec, read_json, text_part
 from engine.models.stored_tensors import files_of, weight_files
 from engine.models.transformers_calls import (
     ATTENTION,
@@ -185,7 +185,7 @@ def load_model(
     Raises ModelLoadError, one line that names the missing or wrong tensor.
     """
     kind = torch_dtype(shape.dtype if dtype == "auto" else dtype)
-    config = config_of(folder, read_json(folder / "config.json"))
+    config = config_of(folder, text_part(folder, read_json(folder / "config.json")))
     with quiet():
         if load_format == "dummy":
             torch.manual_seed(0)
@@ -214,7 +214,7 @@ def own_reference(
 
     `picked` are the indices of the layers in the checkpoint; `make` makes the linear layers. Raises ModelLoadError.
     """
-    config = config_of(folder, read_json(folder / "config.json"))
+    config = config_of(folder, text_part(folder, read_json(folder / "config.json")))
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = spec.num_layers, spec.vocab_size, None
     config.tie_word_embeddings = spec.tie_word_embeddings
     if getattr(config, "layer_types", None):
@@ -257,9 +257,10 @@ def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype, packing: Pa
     kind, tensors = causal_lm(), None
     place: Path | None = folder
     weight_files(folder)  # reports missing files
-    if packing is not None:
-        with Checkpoint(folder, dtype, torch.device("cpu"), packing) as checkpoint, torch.no_grad():
+    with Checkpoint(folder, dtype, torch.device("cpu"), packing) as checkpoint, torch.no_grad():
+        if packing is not None or checkpoint.is_part:
             tensors = checkpoint.dense_tensors()
+    if tensors is not None:
         kind, place = importlib.import_module("transformers").MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None
     try:
         model, report = kind.from_pretrained(

@@ -20,7 +20,7 @@ from engine.errors import ModelLoadError, first_line
 from engine.models.attention import Manner
 from engine.models.packing import packing_from_config
 from engine.models.rope import scaled_positions, switch_of_angles
-from engine.models.spec import ModelShape, dtype_name, eos_tokens, from_configs
+from engine.models.spec import TEXT_OF, ModelShape, dtype_name, eos_tokens, from_configs, text_notes
 from engine.models.transformers_calls import (
     ATTENTION,
     STATES,
@@ -103,6 +103,8 @@ def config_of(folder: Path, raw: Mapping[str, Any]) -> Any:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # configs raise various types
             raise ModelLoadError(f"config.json: {first_line(error)}") from None
+    if TEXT_OF in raw:
+        config = config.get_text_config()
     _check_kind(config, raw, transformers)
     if hasattr(config, "quantization_config"):  # weights are unpacked by this engine
         del config.quantization_config
@@ -156,7 +158,7 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
         head_dim=width,
         vocab_size=vocab_size,
         max_position_embeddings=_scaled(config, positions),
-        eos_token_ids=eos_tokens({"eos_token_id": config.eos_token_id}) | ends,
+        eos_token_ids=eos_tokens({"eos_token_id": config.eos_token_id}) | eos_tokens(raw) | ends,
         dtype=dtype_name(raw),
         architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -165,6 +167,7 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
         limited_by=reason,
         short_context=short_context(config),
         packing=packing_from_config(raw),
+        notes=text_notes(raw),
         windows=tuple(windows) if any(windows) else (),
         recurrent=recurrent,
         state_size=sum(state[0].numel() for parts in states.values() for state in parts.values()),

@@ -1,0 +1,135 @@
+"""Multimodal wrappers: the text part is served as transformers runs it, in the layouts in which they are published."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_engine import BLOCK  # noqa: F401 - the block size of `driver_of`
+from safetensors.torch import load_file, save_file
+from test_cuda_runner import driver_of
+from test_runner import crowd, run_in_waves
+
+from engine.build.plan import plan_launch
+from engine.build.runner import build_runner
+from engine.config import EngineConfig
+from engine.errors import ModelLoadError
+from engine.models.checkpoint import load_weights
+from engine.models.decoder import Decoder
+from engine.models.hub import choose
+from engine.models.spec import load_spec
+from engine.models.stored_tensors import text_names
+
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+def wrapper(name: str, folder: Path, **text: Any) -> Any:
+    """Save a tiny random wrapper, and return its text part in transformers."""
+    import transformers
+
+    kinds = {
+        "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration, {"sliding_window": 16}),
+        "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, {}),
+    }
+    config_of, model_of, own = kinds[name]
+    kind = {"model_type": {"gemma3": "gemma3_text", "mistral3": "mistral"}[name]}
+    config = config_of(text_config={**TEXT, **own, **kind, **text}, vision_config=VISION)
+    torch.manual_seed(3)
+    with torch.device("cpu"):
+        model = model_of(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits [T, vocabulary] of the whole wrapper for a text."""
+    seen = torch.ones(1, len(ids))
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=ids[None], attention_mask=seen, use_cache=False).logits
+    return logits[0]
+
+
+def tokens_of(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Return the greedy answer of the whole wrapper to a text."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(logits_of(model, torch.tensor(ids))[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+def relayout(folder: Path, pattern: str, replacement: str) -> None:
+    path = folder / "model.safetensors"
+    tensors = {re.sub(pattern, replacement, name): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("layout", ["published", "inner"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_the_text_part_of_a_wrapper_equals_transformers(name: str, layout: str, tmp_path: Path) -> None:
+    model = wrapper(name, tmp_path)
+    if layout == "inner":  # as transformers names the parts of a loaded model
+        relayout(tmp_path, r"^language_model\.(model\.)", "model.language_model.")
+        relayout(tmp_path, r"^language_model\.lm_head", "lm_head")
+    spec = load_spec(tmp_path)
+    assert spec.architecture == {"gemma3": "Gemma3ForCausalLM", "mistral3": "MistralForCausalLM"}[name]
+    assert "requests with images are refused" in spec.notes[0]
+    driver = driver_of(Decoder(spec, load_weights(spec, tmp_path)), seqs=3)
+    requests = crowd(np.random.default_rng(5), 4)
+    run_in_waves(driver, requests)
+    for request in requests:
+        expected = tokens_of(model, list(request.prompt_token_ids), request.sampling.max_tokens)
+        assert driver.outputs[request.request_id] == expected
+
+
+def test_transformers_modules_run_the_text_part_as_well(tmp_path: Path) -> None:
+    model = wrapper("gemma3", tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path), model_impl="transformers", device="cpu", dtype="float32", num_gpu_blocks_override=20,
+        max_model_len=64, profile_seconds=0.0, threads=1,
+    )  # fmt: skip
+    runner, plan = build_runner(config, plan_launch(config))
+    assert "text part of Gemma3ForConditionalGeneration" in plan.notes[1]
+    ids = torch.arange(9)
+    with torch.inference_mode():
+        found = runner.device._model.eager(ids)
+    assert torch.allclose(found, logits_of(model, ids), atol=1e-4)
+
+
+def test_published_configs_leave_defaults_out(tmp_path: Path) -> None:
+    """Gemma 3 4B's file names five values of its text part; transformers knows the others, and ends are beside them."""
+    wrapper("gemma3", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    path.write_text(json.dumps({**config, "eos_token_id": [1, 106], "dtype": "bfloat16"}))
+    spec = load_spec(tmp_path)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
+    assert spec.eos_token_ids == {1, 106} and spec.dtype == "bfloat16" and spec.tie_word_embeddings
+    assert spec.rope is not None and spec.windows.count(None) == 34 // 6
+
+
+def test_a_wrapper_without_a_text_model_of_its_own_is_refused(tmp_path: Path) -> None:
+    wrapper("gemma3", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["X"], "model_type": "qwen2_5_vl"}))
+    with pytest.raises(ModelLoadError, match="multimodal model; only text models are supported"):
+        choose(tmp_path, "auto")
+
+
+def test_names_of_other_parts_are_left_out() -> None:
+    names = ["language_model.lm_head.weight", "model.language_model.norm.weight", "lm_head.weight", "vision_tower.x"]
+    assert text_names(names) == {"lm_head.weight": "lm_head.weight", "model.norm.weight": names[1]}
+    assert text_names(["model.norm.weight", "visual.x"]) == {name: name for name in ("model.norm.weight", "visual.x")}
