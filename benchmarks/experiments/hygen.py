@@ -1,7 +1,7 @@
 """HyGen's evaluation (§5.2): offline throughput and interference at a tolerated interference, by policy.
 
 Azure conversations thinned to a rate beside arXiv lengths, Llama-2-7B on A100-40GB. Parameters are chosen with a margin
-on one window of the trace and reported on the next one:
+on one window of the trace, for a P99 confirmed on two further draws of its requests, and reported on the next one:
 
 - `online-only`, `sarathi++` (no latency control);
 - `hygen-star`: offline work at a fixed rate, `hygen`: one flat latency budget, both tuned for the target;
@@ -68,23 +68,31 @@ class Config:
 CONFIG = Config()
 SHORT = replace(CONFIG, window=240.0)
 
+FURTHER = ("further 1", "further 2")
+FURTHER_SEED = 1000
+"""Further draws of the requests of the first window, on which a P99 is confirmed, and the factor of their seeds."""
 GOLDEN = 0.618
 """The windows of seeds begin at multiples of this share of the trace (modulo 1): well apart for any number of seeds."""
 Say = Callable[[str], None]
 
 
 def scenarios(config: Config, data: Path | None, seed: int) -> dict[str, Scenario]:
-    """The window on which parameters are chosen, and the next one: each seed's part of a trace thinned by the seed."""
-    trace = traces.to_rate(lengths.arrivals(config.online, seed, data), config.rate, seed)
+    """The window on which parameters are chosen, further draws of its requests, and the next one: each seed's part of a
+    trace thinned by the seed."""
+    source = lengths.arrivals(config.online, seed, data)
+    trace = traces.to_rate(source, config.rate, seed)
     offline = lengths.sample(lengths.ARXIV, config.offline_lines, seed, data, "offline")
     limit = config.machine.max_model_len
     span = config.warm_up + config.window + config.cool_down
     room = max(0.0, trace.span - 2 * span)
     begin = room * (seed * GOLDEN % 1.0)
     found = {}
-    for index, name in enumerate(("chosen", "reported")):
-        at = begin + index * span
-        rows = rows_of(traces.window(trace, at, at + span), limit)
+    drawn = {
+        name: traces.to_rate(source, config.rate, FURTHER_SEED * (seed + 1) + i) for i, name in enumerate(FURTHER, 1)
+    }
+    for name in ("chosen", *FURTHER, "reported"):
+        at = begin + (name == "reported") * span
+        rows = rows_of(traces.window(drawn.get(name, trace), at, at + span), limit)
         end = config.warm_up + config.window
         found[name] = Scenario(rows, rows_of(offline, limit), config.warm_up, end, span)
     return found
@@ -141,7 +149,8 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Sa
     with Replays(machine, scenarios(config, data, seed), seed, workers) as replays:
         first = explore(machine, config, replays)
         say(f"seed {seed}: {len(first.points)} replays of the window on which parameters are chosen")
-        chosen = choices(first, config)
+        further = [Surface(partial(replays.on, name), first.online_only) for name in FURTHER]
+        chosen = choices(first, config, further)
         second = Surface(lambda settings: replays.on("reported", settings), first.online_only)
         distinct = [setting for by_targets in chosen.values() for setting in by_targets.values()]
         second.replay([second.online_only, Setting(UNLIMITED), *distinct])
@@ -166,14 +175,17 @@ Wanted = tuple[Target, ...]
 """Targets that a setting was chosen for, all at once."""
 
 
-def choices(first: Surface, config: Config) -> dict[str, dict[Wanted, Setting]]:
+def choices(first: Surface, config: Config, further: Sequence[Surface]) -> dict[str, dict[Wanted, Setting]]:
     """The setting of each policy for each target, and of ours and the flat budget for two targets at once."""
     single: list[Wanted] = [(target,) for target in targets(config)]
     both: list[Wanted] = [(config.beside, Target("tbt_mean", tolerance)) for tolerance in config.several]
-    chosen = {}
+    chosen: dict[str, dict[Wanted, Setting]] = {}
     for policy, names in TUNED.items():
         wanted = single if policy == "hygen-star" else [*single, *both]
-        chosen[policy] = {item: first.choose(item, config.margin, names) for item in wanted}
+        chosen[policy] = {}
+        for item in wanted:
+            is_p99 = any(target.metric.endswith("_p99") for target in item)
+            chosen[policy][item] = first.choose(item, config.margin, names, further if is_p99 else ())
     return chosen
 
 

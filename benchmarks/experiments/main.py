@@ -94,8 +94,10 @@ def _run(arguments: argparse.Namespace) -> list[orderings.Ordering]:
     experiment = EXPERIMENTS[arguments.name]
     config = experiment.short if arguments.short else experiment.config
     if arguments.quick:
-        config, seeds = orderings.QUICK[arguments.name].config, orderings.QUICK[arguments.name].seeds
-        arguments.seeds = max(arguments.seeds, seeds)
+        quick = orderings.QUICK[arguments.name]
+        config, arguments.seeds = quick.config, max(arguments.seeds, quick.seeds)
+        if arguments.data_dir is not None and quick.traced is not None:
+            config = replace(config, window=quick.traced)
     if arguments.data_dir is not None and not arguments.data_dir.is_dir():
         raise InputError(f"{arguments.data_dir} is not a folder")
     if arguments.window is not None:

@@ -15,6 +15,8 @@ from benchmarks.experiments.replay import Setting
 from loadgen.simulation.run import Metrics
 
 RESOLUTION = 1.02
+CONFIRMED = 5
+"""Number of settings that are tried in further windows."""
 Evaluate = Callable[[Sequence[Setting]], Sequence[Metrics]]
 """Replays a batch of settings."""
 
@@ -110,12 +112,29 @@ class Surface:
         """Whether the replay of `setting` used at most `margin` of the target's tolerance."""
         return interference(self.points[setting], self.base, target.metric) <= margin * target.tolerance
 
-    def choose(self, targets: Target | Sequence[Target], margin: float, families: Sequence[str]) -> Setting:
+    def choose(
+        self,
+        targets: Target | Sequence[Target],
+        margin: float,
+        families: Sequence[str],
+        further: Sequence["Surface"] = (),
+    ) -> Setting:
         """The setting of `families` with the most offline throughput that keeps all targets; else online only.
 
         Several targets are constraints of one choice among the same replays (HyGen §5.4), not a minimum of answers.
+        `further`: surfaces of other windows in which the setting must keep the targets, too; CONFIRMED settings are
+        tried.
         """
         wanted = (targets,) if isinstance(targets, Target) else targets
         allowed = [setting for name in families for setting in self.members.get(name, {}).values()]
         kept = [setting for setting in allowed if all(self.keeps(setting, target, margin) for target in wanted)]
-        return max(kept, key=lambda s: self.points[s]["offline_throughput"], default=self.online_only)
+        kept.sort(key=lambda setting: self.points[setting]["offline_throughput"], reverse=True)
+        for setting in kept[:CONFIRMED] if further else kept[:1]:
+            if all(surface.confirms(setting, wanted) for surface in further):
+                return setting
+        return self.online_only
+
+    def confirms(self, setting: Setting, targets: Sequence[Target]) -> bool:
+        """Whether the setting keeps the targets in this window; replay it if it was not."""
+        self.replay([self.online_only, setting])
+        return all(self.keeps(setting, target) for target in targets)

@@ -210,6 +210,17 @@ def test_one_choice_keeps_several_targets() -> None:
     assert surface.choose((tbt, Target("ttft_p99", 0.01)), 1.0, ("flat",)) == surface.online_only
 
 
+def test_a_choice_is_confirmed_in_further_windows() -> None:
+    def worse(settings: Sequence[Setting]) -> list[Metrics]:
+        return [each | {"ttft_p99": 1 + 3 * (each["ttft_p99"] - 1)} for each in known(settings)]
+
+    surface, target = surface_of(0.05, 0.1, 0.2, 0.4), Target("ttft_p99", 0.5)
+    same, other = (Surface(evaluate, surface.online_only) for evaluate in (known, worse))
+    assert surface.choose(target, 0.8, ("flat",), [same]) == flat(0.2)
+    assert surface.choose(target, 0.8, ("flat",), [same, other]) == flat(0.05)
+    assert surface.choose(Target("ttft_p99", 0.2), 0.8, ("flat",), [other]) == surface.online_only
+
+
 def test_a_search_halves_around_the_best_budget() -> None:
     surface = surface_of()
     surface.explore(Family("flat", flat, 0.001, 0.5, 4, 9, ("tbt_mean",)), [Target("tbt_mean", 0.1)], 1.0)
