@@ -37,13 +37,17 @@ def wrapper(name: str, folder: Path, **text: Any) -> Any:
     """Save a tiny random wrapper, and return its text part in transformers."""
     import transformers
 
-    kinds = {
-        "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration, {"sliding_window": 16}),
-        "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, {}),
-    }
-    config_of, model_of, own = kinds[name]
-    kind = {"model_type": {"gemma3": "gemma3_text", "mistral3": "mistral"}[name]}
-    config = config_of(text_config={**TEXT, **own, **kind, **text}, vision_config=VISION)
+    inner = {"gemma3": "gemma3_text", "mistral3": "mistral", "gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text"}
+    own: dict[str, Any] = {
+        "gemma3": {"sliding_window": 16},
+        "qwen3_5": {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                    "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    }  # fmt: skip
+    title = "".join(part.capitalize() for part in re.split("_(?=[a-z])", name))
+    vision = {**VISION, **({"out_hidden_size": 32, "depth": 1, "num_heads": 2} if name == "qwen3_5" else {})}
+    kind = {"model_type": inner[name], **own.get(name, {})}
+    config_of, model_of = (getattr(transformers, f"{title}{end}") for end in ("Config", "ForConditionalGeneration"))
+    config = config_of(text_config={**TEXT, **kind, **text}, vision_config=vision)
     torch.manual_seed(3)
     with torch.device("cpu"):
         model = model_of(config).eval()
@@ -73,6 +77,7 @@ def relayout(folder: Path, pattern: str, replacement: str) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
+@pytest.mark.cpu_limit(8)  # imports of transformers' models
 @pytest.mark.parametrize("layout", ["published", "inner"])
 @pytest.mark.parametrize("name", ["gemma3", "mistral3"])
 def test_the_text_part_of_a_wrapper_equals_transformers(name: str, layout: str, tmp_path: Path) -> None:
@@ -91,14 +96,20 @@ def test_the_text_part_of_a_wrapper_equals_transformers(name: str, layout: str, 
         assert driver.outputs[request.request_id] == expected
 
 
-def test_transformers_modules_run_the_text_part_as_well(tmp_path: Path) -> None:
-    model = wrapper("gemma3", tmp_path)
+@pytest.mark.cpu_limit(8)
+@pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("gemma3", {}), ("gemma4", {}), ("qwen3_5", {}), ("mistral3", {"model_type": "ministral3"})],
+)
+def test_transformers_modules_run_the_text_part_as_well(name: str, text: dict[str, Any], tmp_path: Path) -> None:
+    model = wrapper(name, tmp_path, **text)
     config = EngineConfig(
         model=str(tmp_path), model_impl="transformers", device="cpu", dtype="float32", num_gpu_blocks_override=20,
         max_model_len=64, profile_seconds=0.0, threads=1,
     )  # fmt: skip
     runner, plan = build_runner(config, plan_launch(config))
-    assert "text part of Gemma3ForConditionalGeneration" in plan.notes[1]
+    assert f"text part of {type(model).__name__}" in plan.notes[1]
     ids = torch.arange(9)
     with torch.inference_mode():
         found = runner.device._model.eager(ids)

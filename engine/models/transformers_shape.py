@@ -105,6 +105,7 @@ def config_of(folder: Path, raw: Mapping[str, Any]) -> Any:
             raise ModelLoadError(f"config.json: {first_line(error)}") from None
     if TEXT_OF in raw:
         config = config.get_text_config()
+        config.tie_word_embeddings = bool(raw.get("tie_word_embeddings"))
     _check_kind(config, raw, transformers)
     if hasattr(config, "quantization_config"):  # weights are unpacked by this engine
         del config.quantization_config
