@@ -26,7 +26,7 @@ from benchmarks.figures import percentile
 from benchmarks.frame import Table
 from benchmarks.live import PACKAGED, Watch, metrics_page, plan_for, read_metric, run, server, wait_quiet
 from benchmarks.machine import describe
-from benchmarks.pressure_virtual import POLICIES, run_virtual
+from benchmarks.pressure_virtual import POLICIES, arms, run_virtual
 from engine.models.byte_cells import slice_elements
 from engine.models.spec import load_spec
 from loadgen.arrivals import constant_rate, schedule
@@ -156,12 +156,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks pressure", description=__doc__)
     parser.add_argument("--virtual", action="store_true", help="all arms on the virtual clock of simulated GPUs")
     parser.add_argument("--model", choices=MODELS, action="append", help="repeatable (default: all)")
-    parser.add_argument("--arms", default=";".join(ARMS), help=f"live, separated by ';' (default: {'; '.join(ARMS)})")
+    parser.add_argument("--arms", help="separated by ';', as 'goodput, int8; fcfs, 16 bits, host' (default: all)")
     parser.add_argument("--rate", type=float, nargs="+", help="requests a second (default: by --load)")
     parser.add_argument(
         "--load", type=float, nargs="+", default=[1.2, 1.8], help="multiples of a burst's answers/s (default: 1.2 1.8)"
     )
-    parser.add_argument("--requests", type=int, default=120, help="for each seed and rate of each arm (default: 120)")
+    parser.add_argument("--requests", type=int, help="a seed, rate and arm (default: 120, --virtual 400)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lengths", choices=("fixed", "chat"), help="chat: ShareGPT's spread (--virtual only)")
     parser.add_argument("--blocks", type=int, default=128, help="live: blocks of KV in the pool, 16 tokens each")
@@ -173,9 +173,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     tokens = VIRTUAL_TOKENS if args.virtual else TOKENS
     args.prompt, args.output = args.prompt or tokens, args.output or tokens
-    args.model, args.arms = args.model or list(MODELS), [arm.strip() for arm in args.arms.split(";")]
-    if unknown := set(args.arms) - ARMS.keys():
-        parser.error(f"unknown arms {', '.join(sorted(unknown))}; known: {'; '.join(ARMS)}")
+    args.requests = args.requests or (400 if args.virtual else 120)
+    known = [f"{policy}, {cache}" for policy, cache, _ in arms(MODELS[-1])] if args.virtual else list(ARMS)
+    args.model = args.model or list(MODELS)
+    args.arms = [arm.strip() for arm in args.arms.split(";")] if args.arms else known
+    if unknown := set(args.arms).difference(known):
+        parser.error(f"unknown arms {'; '.join(sorted(unknown))}; known: {'; '.join(known)}")
     if args.lengths == "chat" and not args.virtual:
         parser.error("--lengths chat needs --virtual")
     return args

@@ -77,6 +77,8 @@ def run_virtual(args: Namespace, slo: SLO) -> None:
         for rate in rates:
             group = cells.setdefault((model, rate), {})
             for policy, cache, flags in arms(model):
+                if f"{policy}, {cache}" not in args.arms:
+                    continue
                 group[policy, cache] = cell = run_cell(model, slo, args, rate, policy, flags)
                 print(TABLE.line(f"{model} {rate:.2f}/s, {policy}, {cache}", *figures(cell)), flush=True)
     print_matrix(cells)

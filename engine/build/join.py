@@ -22,7 +22,7 @@ from engine import __version__
 from engine.api import SamplingDefaults, SamplingParams
 from engine.build.plan import gib, out_of_memory, plan_launch, profile_folder, scheduler_config
 from engine.build.runner import build_runner
-from engine.cache.placement import HostSplit
+from engine.cache.placement import HostSplit, describe_costs
 from engine.client import DroppableLayers, EngineInfo
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
@@ -201,6 +201,8 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
     info = replace(_info(plan, scheduler, _sampling(config, plan, say)), slo=str(slo))
     if plan.spec.state_bytes:
         log.debug(_describe_snapshots(plan, scheduler))
+    else:
+        say(describe_costs(profile.model, core.state.config, on_cpu=on_cpu))
     steps = backend.make_staged(config, plan, runner) if plan.droppable else runner
     if isinstance(steps, PipelineRunner):
         sizes = DroppableLayers(steps.num_layers, steps.layer_bytes, steps.unit_layer_bytes, plan.limits.num_units)
