@@ -190,7 +190,8 @@ def colocation_of(**changes: Any) -> ColocationStats:
     base |= {"slo": "ttft_p99=1s", "policy": "p", "rule": "r", "budget_origin": "", "held": "", "breaker": "closed"}
     base |= {"breaker_cause": None, "objectives": (), "good_requests": 0, "bad_requests": 0, "classes": ()}
     base |= {"share_limit": "none"}
-    base |= {name: {} for name in ("learned", "margins", "refit_errors", "class_good", "class_bad", "class_refused")}
+    empty = ("learned", "margins", "refit_errors", "baseline_noise", "class_good", "class_bad", "class_refused")
+    base |= {name: {} for name in empty}
     return ColocationStats(**base | changes)
 
 

@@ -143,9 +143,11 @@ def test_a_failed_step_takes_what_it_moved_with_it(depth: int) -> None:
     assert met >= {CacheAction.SWAP_OUT, CacheAction.SWAP_IN}, met
 
 
-def pressed(depth: int, policy: str, scratch: int, **options: int) -> tuple[Driver, list[EngineRequest]]:
+def pressed(
+    depth: int, policy: str, scratch: int, blocks: int = 12, **options: int
+) -> tuple[Driver, list[EngineRequest]]:
     """Eight prompts at once where KV has room for three; an objective that makes early ones savable."""
-    driver = make(depth, blocks=12, scratch=scratch, policy=policy, model=MODEL, **options)
+    driver = make(depth, blocks=blocks, scratch=scratch, policy=policy, model=MODEL, **options)
     driver.core.set_objective(StepObjective(ttft=5.0, tbt=5.0))
     requests = [make_request(str(i), [i] * 14, 10 + 3 * i) for i in range(8)]
     driver.add(*requests)
@@ -168,7 +170,7 @@ def test_under_pressure_requests_start_from_hidden_state(depth: int, policy: str
 
 
 def test_hidden_state_becomes_kv_when_the_room_is_back(depth: int) -> None:
-    driver, requests = pressed(depth, "apt", 40)
+    driver, requests = pressed(depth, "apt", 40, blocks=16)
     driver.run()
     check_solo(driver, *requests)
     assert CacheAction.RESTORE in actions(driver.steps)

@@ -144,7 +144,6 @@ ODD: dict[str, Odd] = {
     ),
     "pickles only": Odd(pickle, ("pickled weights only (pytorch_model.bin)", "convert them to safetensors")),
     "without `model.`": Odd(renamed(lambda name: name.removeprefix("model."))),
-    "under `language_model.`": Odd(renamed(lambda name: f"language_model.{name}")),
     "three types": Odd(tensors(mix_types)),
     "a missing tensor": Odd(tensors(lambda stored: stored.pop(UP)), (f"lacks tensor {UP}", WHOLE)),
     "an extra tensor": Odd(

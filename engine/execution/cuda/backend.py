@@ -112,8 +112,6 @@ class CudaBackend(Backend):
 
     def experts_refusal(self, config: EngineConfig) -> str | None:
         """See Backend. Features that adapt, stream or release the matrices of a layer know MLPs only."""
-        if torch.cuda.get_device_capability() < _OLDEST_ARCH:
-            return "they need compute capability 8.0"
         flags = {
             f"--quantization {config.quantization}": config.quantization != "none",
             f"--dtype {config.dtype}": config.dtype not in ("auto", "bfloat16"),
@@ -121,12 +119,16 @@ class CudaBackend(Backend):
             "--offload-weights": parse_offload(config.offload_weights) is not None,
             f"--overload {config.overload}": config.overload != "recompute",
         }
-        return next((f"they run without {flag}" for flag, given in flags.items() if given), None)
+        if found := next((flag for flag, given in flags.items() if given), None):
+            return f"they run without {found}"
+        return "they need compute capability 8.0" if torch.cuda.get_device_capability() < _OLDEST_ARCH else None
 
     def graph_refusal(self, spec: ModelShape) -> str | None:
         """See Backend. Elsewhere torch's grouped product copies the offsets of experts to the host."""
+        if not isinstance(spec, ModelSpec) or spec.experts is None:
+            return None
         major, minor = torch.cuda.get_device_capability()
-        if not isinstance(spec, ModelSpec) or spec.experts is None or major in _GROUPED_ARCHS:
+        if major in _GROUPED_ARCHS:
             return None
         return f"torch multiplies experts one by one on compute capability {major}.{minor}"
 
