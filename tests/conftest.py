@@ -20,3 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell ignores SIGINT in its background jobs, and the processes that tests interrupt inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def a_plain_path_for_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server sets this variable for the processes that check its inputs; scripts of later tests import each other."""
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)

@@ -1,7 +1,7 @@
 """Every family and every kind of step on a device that runs nothing: no step waits for it, or for the compiler."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -333,9 +333,9 @@ class Halved:
         self._came.append(self._follower.pass_through(renamed, hidden, wanted))
         assert self._came[-1].shape == (1, len(wanted), hidden.shape[2])
 
-    def receive(self) -> list[torch.Tensor]:
+    def answers(self) -> Callable[[], list[torch.Tensor]]:
         came, self._came = self._came, []
-        return came
+        return lambda: came
 
 
 @pytest.mark.slow
