@@ -82,7 +82,7 @@ def create_app(
 
 def create_front(upstream: Upstream, config: ServerConfig, folder: StateFolder) -> FastAPI:
     """Return the application that runs files and batches on another server; see `Upstream`. Raises ConfigError."""
-    context = ServerContext(**_shared(upstream, config, config.served_model_name or upstream.models))
+    context = ServerContext(**_shared(upstream, config, upstream.models))
     limits = BatchLimits(window_lines=upstream.MAX_LINES, follows_engine=True)
     app = _make_app(context, folder, None)
     app.include_router(upstream.refusals())

@@ -67,6 +67,8 @@ class Upstream:
         self.figures = EngineStats()
         """Requests that it runs, as of the last look."""
         self.trouble: str | None = None
+        self._is_of_line = False
+        """`trouble` lasts until a line succeeds: the server's other answers do not show it."""
         self.on_look: Callable[[], None] = lambda: None
         """Called after each look at the server."""
 
@@ -140,9 +142,9 @@ class Upstream:
             answer = None
         message = _message(answer, status)
         if status in (401, 403):
-            raise self._unavailable("refuses the API key; set VLLM_API_KEY to the key of that server")
+            raise self._unavailable("refuses the API key; set VLLM_API_KEY to the key of that server", is_of_line=True)
         if status == 400 and "priority scheduling" in message.lower():
-            raise self._unavailable("has no priorities; start it with --scheduling-policy priority")
+            raise self._unavailable("has no priorities; start it with --scheduling-policy priority", is_of_line=True)
         if status in BUSY_STATUS or status >= 500:
             raise ApiError(status, message, headers={"retry-after": response.headers.get("retry-after", "")})
         if not isinstance(answer, dict):
@@ -151,8 +153,8 @@ class Upstream:
             self._found(None)
         return LineAnswer(status, answer, _usage(answer.get("usage")))
 
-    def _unavailable(self, problem: str) -> EngineUnavailableError:
-        self._found(f"{self.url} {problem}")
+    def _unavailable(self, problem: str, *, is_of_line: bool = False) -> EngineUnavailableError:
+        self._found(f"{self.url} {problem}", is_of_line=is_of_line)
         return EngineUnavailableError(f"{self.url} {problem}", retry_after=RETRY_SECONDS)
 
     # The server
@@ -167,13 +169,14 @@ class Upstream:
             except httpx.HTTPError as error:
                 self._found(f"{self.url} cannot be reached: {error or type(error).__name__}")
             else:
-                if problem is not None or self.trouble is None or "priorities" not in self.trouble:
+                if problem is not None or not self._is_of_line:
                     self._found(None if problem is None else f"{self.url} {problem}")
                 self.figures = _figures(told, self._num_sent)
             self.on_look()
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _found(self, trouble: str | None) -> None:
+    def _found(self, trouble: str | None, *, is_of_line: bool = False) -> None:
+        self._is_of_line = is_of_line
         if trouble != self.trouble:
             log.warning("%s", trouble or f"{self.url} answers again")
             self.trouble = trouble

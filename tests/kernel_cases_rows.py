@@ -190,9 +190,9 @@ def test_round_rows(rows: int, width: int, dtype: torch.dtype) -> None:
         assert round_rows(x)[1].isnan().flatten().tolist() == [True] + [False] * (rows + 1)
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "inner", "group"), [(24, 384, 8, 128), (8, 96, 2, 32), (40, 64, 4, 64)])
+@pytest.mark.parametrize(("outputs", "inputs", "inner", "group"), [(24, 384, 8, 128), (8, 32, 2, 32), (40, 64, 4, 64)])
 def test_unpack_tiles(outputs: int, inputs: int, inner: int, group: int) -> None:
-    """To the last bit on a GPU (the interpreter cuts bfloat16 off), whatever the order of values in a tile."""
+    """Any order of values in a tile gives the same bits on a GPU; the interpreter cuts bfloat16 off."""
     generator, depth = torch.Generator().manual_seed(inner), 16 * inner
     shape = (outputs // 8, inputs // depth, 32, inner // 2)
     tiles = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, generator=generator).to(DEVICE)

@@ -49,6 +49,8 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
 - **GPU**: attention uses the Triton kernels if heads have 16 to 256 elements in multiples of 16 bytes, without CUDA
   graphs. Native layers with CUDA graphs run `qwen3_moe`, `mixtral` and (not tried on a device yet) `gpt_oss` in
   bfloat16, unless `--lora`, `--quantization`, `--offload-weights` or `--overload` is set.
+- **Multimodal wrappers**: the text part is served, and requests with images are refused. Tiny Gemma 3 and 4, Mistral 3,
+  Ministral 3 and Qwen 3.5 give the text answers of the whole model (`tests/test_wrappers.py`).
 - **Cache**: `--kv-cache-dtype int8` is refused. If keys and values have different widths (DeepSeek-V2/V3), cells
   have the larger one.
 - **Raw prompts** (`/v1/completions`, `/v1/embeddings`) get the special tokens that tokenizer.json adds.

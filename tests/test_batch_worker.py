@@ -740,7 +740,7 @@ class LinesAt:
 async def test_no_line_is_lost_by_a_turn(
     num_old: int, num_ahead: int, room: int, most: int, fails: bool, has_control: bool
 ) -> None:
-    """Whatever the window has room for, also while a batch pauses for a common cause, every line is fed or waits."""
+    """Every line is fed or waits for any room of the window, also while a batch pauses for a common cause."""
     window = Window(room + 1, 2**30)  # a turn begins only while there is room
     run = SimpleNamespace(window=window, store=LinesAt())
     job = a_job(9, exhausted=True)

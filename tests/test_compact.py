@@ -182,6 +182,7 @@ def test_plans_say_what_stays_packed(
 @pytest.mark.parametrize(
     ("shape", "gigabytes", "arch", "message"),
     [
+        (OF_32B, 12, (8, 9), r"take 18\.\d+ GiB \(AWQ int4 in groups of 128\), and the GPU has 9"),
         (
             OF_30B_MOE,
             24,

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_engine import BLOCK  # noqa: F401 - the block size of `driver_of`
 from safetensors.torch import load_file, save_file
 from test_cuda_runner import driver_of
 from test_runner import crowd, run_in_waves

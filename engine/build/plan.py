@@ -300,8 +300,9 @@ def _sizes(plan: LaunchPlan, free: int) -> str:
     """Return how the memory of weights compares with the memory of the device."""
     packing, why = plan.spec.packing, ""
     if packing is not None:
-        part = "its experts are" if plan.quantization != "none" else "it is"
-        why = f" ({packing.name}: {part} unpacked to {plan.dtype})"
+        part = "" if plan.own.experts is None else "its experts are "
+        how = f": {part or 'it is '}unpacked to {plan.dtype}" if part or plan.quantization == "none" else ""
+        why = f" ({packing.name}{how})"
     return f"the weights take {gib(plan.held_bytes)}{why}, and the GPU has {gib(free)} for weights and cache"
 
 

@@ -416,7 +416,7 @@ class Checkpoint:
 
     @property
     def is_part(self) -> bool:
-        """Whether the folder has a multimodal wrapper, of which this is the text part."""
+        """Whether the tensors are the text part of a multimodal wrapper."""
         return any(name != outer for name, outer in self._stored_as.items())
 
     def has(self, name: str) -> bool:

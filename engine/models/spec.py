@@ -248,7 +248,7 @@ def text_part(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     transformers: Any = importlib.import_module("transformers")
     try:
         whole = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception:  # configs raise various types; the reader of the whole config reports what it cannot use
+    except Exception:  # configs raise various types; the caller refuses the whole config
         return config
     text = whole.get_text_config()
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)

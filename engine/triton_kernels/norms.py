@@ -137,7 +137,7 @@ def unpack_tiles_kernel(
     place = tl.load(places + spot).to(tl.int32)
     for step in range(TILES):
         tile = (tl.program_id(0) * TILES + step).to(tl.int64)
-        inside = spot + tile * (ROWS * DEPTH) < num_tiles.to(tl.int64) * (ROWS * DEPTH)
+        inside = tile + 0 * spot < num_tiles  # a block: the interpreter takes no scalar as a mask
         pair = tl.load(tiles + tile * (ROWS * DEPTH // 2) + place // 2, mask=inside, other=0)
         value = (tl.where(place % 2 == 0, pair & 15, pair >> 4)).to(tl.float32)
         row, column = tile // along * ROWS + spot // DEPTH, tile % along * DEPTH + spot % DEPTH
