@@ -341,6 +341,7 @@ def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
         group.runners[0].prepare_restore(UNITS)
         leader.step()
         assert leader.core.has_requests, "some go on without the pipeline"
+        group.rest()
     group.split()
     follower = group.drivers[1]
     leader.add(requests[10])
