@@ -220,4 +220,4 @@ class CoreMachine(CoreRules):
                 assert not had_room or request.last_step == newest.step_id or request.num_output_tokens == 0
 
 
-TestCoreMachine = machine_test(CoreMachine, 60, 60)
+TestCoreMachine = machine_test(CoreMachine, 40, 60)

@@ -29,7 +29,7 @@ from engine.process.client import EngineProcess
 from engine.process.launcher import Child, ProcessOptions
 from engine.process.requests import RestartPolicy
 
-pytestmark = pytest.mark.cpu_limit(8)  # each engine process imports for a second
+pytestmark = pytest.mark.cpu_limit(12)  # each engine process imports for a second
 CHILD = Path(__file__).parent / "scripted_child.py"
 CONFIG = EngineConfig(slo="ttft_p99=20s", max_queue_time="none")
 POISON = 399

@@ -469,6 +469,7 @@ async def test_pipelined_requests_are_answered_in_order(start_server: StartServe
 # --- the end
 
 
+@pytest.mark.cpu_limit(8)  # a collection over all objects of the tests before
 async def test_what_the_start_left_is_kept_from_the_garbage_collector(start_server: StartServer) -> None:
     """A full collection over all modules would stop every step; only a server with a process of its own may do that."""
     gc.unfreeze()  # a test before this one may have had a server that owned its process

@@ -23,7 +23,7 @@ from engine.process.launcher import Child
 from engine.process.requests import RestartPolicy
 from engine.process.suspects import CAUSES, Origin, Outage, is_of_system, origin_of, start_error
 
-pytestmark = pytest.mark.cpu_limit(8)  # each engine process imports for a second
+pytestmark = pytest.mark.cpu_limit(12)  # each engine process imports for a second
 __all__ = ["undisturbed"]
 OF_A_DEAD_PROCESS = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESRCH, errno.ECHILD}
 REFUSALS = [OSError(number, os.strerror(number)) for number in sorted(errno.errorcode.keys() - OF_A_DEAD_PROCESS)]
