@@ -148,7 +148,7 @@ def compare(arms: Sequence[Arm], folder: Path, args: argparse.Namespace, **setti
             with ExitStack() as stack:
                 for _, served in start_all([engine], folder, stack, required=engine.offline is None):
                     own = [arm for arm in arms if arm.engine is engine]
-                    next(arm for arm in own if arm.tier).measure(served, warm, args.learning, 0, **settings)
+                    next((arm for arm in own if arm.tier), own[0]).measure(served, warm, args.learning, 0, **settings)
                     measure_loads(own, served, seed, args, **settings)
 
 
@@ -230,6 +230,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tbt", type=float, default=0.15, help="limit on the P99 of a request's gaps in seconds")
     parser.add_argument("--loads", type=loads_of, default=("steady",), help=f"some of {', '.join(LOADS)}")
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model, fewer on a slow machine")
+    parser.add_argument("--arms", type=lambda text: text.split(";"), metavar="ARM;ARM", help="measure only these arms")
     parser.add_argument("--sweep", action="store_true", help="measure vLLM at every pair of --tokens and --rows")
     parser.add_argument("--plugin", action="store_true", help="measure vLLM with the scheduler of integrations/vllm")
     parser.add_argument("--tokens", type=numbers_of, default=(64, 128, 256, 512, 2048), help="vLLM's tokens a step")
@@ -256,7 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder.mkdir()
         words = make_checkpoint(folder, args.dtype, args.layers)
         ours = finders.tidemill(args.threads, args.dtype, "--slo", slo)
-        arms = [arm for engine in (ours, *points_of(args, slo)) for arm in arms_of(engine)]
+        every = [arm for engine in (ours, *points_of(args, slo)) for arm in arms_of(engine)]
+        arms = [arm for arm in every if args.arms is None or arm.name in args.arms]
         compare(arms, folder, args, source=words)
     report(arms, args.loads, args.ttft, args.tbt)
     if args.output is not None:
