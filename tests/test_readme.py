@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import csv
 import io
 import json
 import os
@@ -63,6 +64,29 @@ async def test_the_python_of_the_readme(demo: Served, tmp_path: Path, monkeypatc
         assert f"{country} The capital of {country} is {city}." in lines
 
 
+@pytest.mark.cpu_limit(6)  # two processes of the command line
+async def test_the_batch_of_the_readme_runs_as_printed(
+    demo: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First its twenty rows, then only the others."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIDEMILL_URL", demo.url)
+    schema = {"type": "object", "properties": {"label": {"enum": ["good", "bad"]}}, "required": ["label"]}
+    Path("label.json").write_text(json.dumps(schema))
+    Path("reviews.csv").write_text("id,text\n" + "".join(f'{n},"Broken, after {n} days"\n' for n in range(25)))
+    printed = re.findall(r"^tidemill (batch run .*)$", README.read_text(), re.MULTILINE)
+    for line, num_rows in zip(printed, (20, 25), strict=True):
+        ran = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway", *shlex.split(line))
+        assert await ran.wait() == 0
+        with Path("labels.csv").open(newline="") as file:
+            labels = list(csv.DictReader(file))
+        assert [row["id"] for row in labels] == [str(number) for number in range(num_rows)]
+        assert {row["label"] for row in labels} <= {"good", "bad"} and {row["status"] for row in labels} == {"ok"}
+    async with httpx.AsyncClient() as client:
+        batches = (await client.get(f"{demo.url}/v1/batches")).json()["data"]
+    assert sorted(batch["request_counts"]["completed"] for batch in batches) == [5, 20]
+
+
 async def test_every_curl_and_the_answer_that_it_shows(demo: Served) -> None:
     found = {page.name: CURL.findall(page.read_text()) for page in PAGES}
     assert found["README.md"] and len(found["tools.md"]) == 2 and found["structured.md"]
@@ -107,7 +131,7 @@ def test_the_first_block_works_where_the_system_manages_pip(tmp_path: Path) -> N
         (tools / name).write_text(f"#!/bin/sh\n{text}\n")
         (tools / name).chmod(0o755)
     program = block.replace("ADDRESS", f"file://{ROOT} --quiet --depth 1")
-    program = program.replace("serve Qwen/Qwen3-0.6B", "serve --dry-run")
+    program = re.sub(r"make serve .*\nmake test .*", "make serve ARGS=--dry-run", program)
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "HTTP", "http", "no_proxy"))}
     environment = kept | {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path)}
     command = ["sh", "-e", "-c", program]
