@@ -64,6 +64,17 @@ async def test_the_python_of_the_readme(demo: Served, tmp_path: Path, monkeypatc
         assert f"{country} The capital of {country} is {city}." in lines
 
 
+def write_reviews(num_rows: int) -> None:
+    schema = {"type": "object", "properties": {"label": {"enum": ["good", "bad"]}}, "required": ["label"]}
+    Path("label.json").write_text(json.dumps(schema))
+    Path("reviews.csv").write_text("id,text\n" + "".join(f'{n},"Broken, after {n} days"\n' for n in range(num_rows)))
+
+
+def read_labels() -> list[dict[str, str]]:
+    with Path("labels.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 @pytest.mark.cpu_limit(6)  # two processes of the command line
 async def test_the_batch_of_the_readme_runs_as_printed(
     demo: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -71,15 +82,12 @@ async def test_the_batch_of_the_readme_runs_as_printed(
     """First its twenty rows, then only the others."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TIDEMILL_URL", demo.url)
-    schema = {"type": "object", "properties": {"label": {"enum": ["good", "bad"]}}, "required": ["label"]}
-    Path("label.json").write_text(json.dumps(schema))
-    Path("reviews.csv").write_text("id,text\n" + "".join(f'{n},"Broken, after {n} days"\n' for n in range(25)))
+    write_reviews(25)
     printed = re.findall(r"^tidemill (batch run .*)$", README.read_text(), re.MULTILINE)
     for line, num_rows in zip(printed, (20, 25), strict=True):
         ran = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway", *shlex.split(line))
         assert await ran.wait() == 0
-        with Path("labels.csv").open(newline="") as file:
-            labels = list(csv.DictReader(file))
+        labels = read_labels()
         assert [row["id"] for row in labels] == [str(number) for number in range(num_rows)]
         assert {row["label"] for row in labels} <= {"good", "bad"} and {row["status"] for row in labels} == {"ok"}
     async with httpx.AsyncClient() as client:
