@@ -149,8 +149,8 @@ class EngineConfig:
             raise ConfigError(f"--swap-space must be between 0 and 65536 GiB, not {self.swap_space}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             share = self.gpu_memory_utilization
-            meant = f"; did you mean {share / 100:g}?" if 1.0 < share <= 100.0 else ""
-            raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], not {share}{meant}")
+            meant = f"; did you mean {share / 100:g}?" if 10.0 <= share <= 100.0 else ""
+            raise ConfigError(f"--gpu-memory-utilization is a share, above 0 and at most 1, not {share}{meant}")
         if not 0.0 <= self.profile_seconds <= 600.0:
             raise ConfigError(f"--profile-seconds must be between 0 and 600, not {self.profile_seconds}")
         check_combinations(self)

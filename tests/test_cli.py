@@ -23,7 +23,8 @@ from gateway.config import ServerConfig
 from tidemill import cli
 from tidemill import flags as command_flags
 from tidemill.commands import serve
-from tidemill.flags import add_flags, find_given, flags_of, resolve_configs
+from tidemill.flags import OLLAMA, add_flags, find_given, flags_of, resolve_configs
+from tidemill.vllm_flags import COUNTS, IGNORED, REFUSED, RENAMED, SEVERAL, SWITCHES, VALUES, translated
 
 
 @pytest.fixture(autouse=True)
@@ -115,9 +116,40 @@ def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]
     assert refused(capsys, "srve") == "tidemill: unknown command 'srve'; did you mean serve?\n"
     assert refused(capsys, "batch", "sumbit") == "tidemill batch: unknown command 'sumbit'; did you mean submit?\n"
     assert "the model is the first argument; run tidemill serve MODEL" in refused(capsys, "serve", "--model", "/x")
+    assert refused(capsys, "run") == f"tidemill: unknown command 'run': {OLLAMA['run']}\n"
 
 
 # ---- flags
+
+
+@pytest.mark.parametrize(
+    ("words", "kept", "noted"),
+    [
+        (["m", "--max-model-len", "4k", "--max-num-batched-tokens=2K"],
+         ["m", "--max-model-len", "4000", "--max-num-batched-tokens", "2048"], []),
+        (["m", "--served-model-name", "a", "b", "--port", "1"],
+         ["m", "--served-model-name", "a", "--served-model-name", "b", "--port", "1"], []),
+        (["--served-model-name", "a", "m"], ["--served-model-name", "a", "m"], []),
+        (["--enforce-eager", "m", "--no-enable-chunked-prefill"], ["m"],
+         ["--enforce-eager has no effect", "--no-enable-chunked-prefill has no effect"]),
+        (["m", "--trust_remote_code", "--reasoning-parser", "qwen3"], ["m"],
+         ["--trust_remote_code has no effect: code of checkpoints is never run", "--reasoning-parser has no effect"]),
+        (["m", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"], ["m", "--tool-parser", "auto"],
+         ["--enable-auto-tool-choice has no effect"]),
+        (["m", "-tp", "1", "--dtype", "half", "--quantization", "awq", "--lora-modules", "x=/x", "y=/y"],
+         ["m", "--dtype", "float16", "--quantization", "none", "--lora", "x=/x", "--lora", "y=/y"], []),
+    ],
+)  # fmt: skip
+def test_the_command_line_of_vllm_is_taken(words: list[str], kept: list[str], noted: list[str]) -> None:
+    found, notes = translated(words)
+    assert found == kept
+    assert [note.startswith(start) for note, start in zip(notes, noted, strict=True)] == [True] * len(noted)
+
+
+def test_flags_of_vllm_with_a_name_of_ours_keep_their_own_meaning() -> None:
+    own = {f"--{flag.key}" for config in (EngineConfig, ServerConfig) for flag in flags_of(config)}
+    assert not own & {*SWITCHES, *IGNORED, *REFUSED, *RENAMED}
+    assert own >= {*RENAMED.values(), *COUNTS, *SEVERAL, *(flag for flag, _ in VALUES)}
 
 
 def test_every_field_is_a_flag_with_help() -> None:
@@ -242,8 +274,12 @@ def test_booleans_in_the_environment(word: str) -> None:
         ),
         (["--max-model-len", "0"], "--max-model-len must be at least 1"),
         (["--num-gpu-blocks-override", "0"], "--num-gpu-blocks-override must be at least 1"),
-        (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization must be in (0, 1]"),
-        (["--gpu-memory-utilization", "90"], "--gpu-memory-utilization must be in (0, 1], not 90.0; did you mean 0.9?"),
+        (["--gpu-memory-utilization", "nan"], "--gpu-memory-utilization is a share, above 0 and at most 1"),
+        (["--gpu-memory-utilization", "90"], "is a share, above 0 and at most 1, not 90.0; did you mean 0.9?"),
+        (["--gpu-memory-utilization", "1.2"], "is a share, above 0 and at most 1, not 1.2"),
+        (["x", "-tp", "2"], "-tp is a flag of vLLM: an engine runs on one GPU"),
+        (["x", "--ssl-keyfile", "key.pem"], "--ssl-keyfile is a flag of vLLM: put a proxy"),
+        (["x", "--tokenizer=other"], "--tokenizer is a flag of vLLM: the checkpoint's tokenizer is used"),
         (["--gpu-memory-utilization", "90%"], "--gpu-memory-utilization must be a number"),
         (["--dtype", "int8"], "--dtype must be one of auto, bfloat16, float16, float32, not 'int8'"),
         (["--device", "tpu"], "--device must be one of"),

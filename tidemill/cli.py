@@ -25,6 +25,7 @@ from tidemill.flags import (
     flags_of,
     resolve_configs,
 )
+from tidemill.vllm_flags import translated
 
 MEASURING = ("bench", "simulate", "worth")
 """Commands that parse their own flags."""
@@ -57,6 +58,11 @@ def _run(words: list[str]) -> int:
     try:
         if words and words[0] in MEASURING:
             return _main_of(words[0])(words[1:])
+        if words[:1] == ["serve"]:
+            behind, notes = translated(words[1:])
+            words = ["serve", *behind]
+            for note in notes:
+                print(f"tidemill serve: {note}", file=sys.stderr)
         arguments = _parser().parse_args(words)
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)

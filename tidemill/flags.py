@@ -304,6 +304,14 @@ tidemill completions zsh > ~/.zfunc/_tidemill         a folder of $fpath
 tidemill completions fish > ~/.config/fish/completions/tidemill.fish""",
 }
 
+OLLAMA = {
+    "list": "tidemill serve MODEL serves one model; GET /v1/models names it",
+    "ps": "tidemill batch list shows the batches, the server's page everything",
+    "run": "tidemill serve MODEL, then tidemill chat in another terminal",
+    "show": "tidemill serve MODEL --dry-run",
+    "stop": "Ctrl-C or SIGTERM ends a server",
+}
+"""Commands of Ollama, with the command that does the same here."""
 SHELLS = ("bash", "zsh", "fish")
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)|argument \S+: invalid choice: '([^']+)'")
 
@@ -358,6 +366,8 @@ class Parser(argparse.ArgumentParser):
         """Return the message with the most similar word, or with a pointer to the help."""
         if word == "--model" and any(action.dest == "model" for action in self._actions):
             return f"--model: the model is the first argument; run {self.prog} MODEL"
+        if message.startswith("argument COMMAND") and word in OLLAMA:
+            return f"unknown command '{word}': {OLLAMA[word]}"
         if message.startswith("argument COMMAND"):
             message = f"unknown command '{word}'"
         near = difflib.get_close_matches(word, self._words(), 1)
