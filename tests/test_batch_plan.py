@@ -260,6 +260,27 @@ def test_a_new_batch_is_warned_of_if_it_would_be_late_even_alone() -> None:
     assert not forecast.first(a_batch("x", 480, 0), 10_000, 250.0, LineSizes(100.0, (1.0,))).misses
 
 
+def test_a_new_batch_has_the_end_that_it_will_have_behind_those_in_progress() -> None:
+    """The first outlook is that of an update with the batch among the others, and says how much faster it must go."""
+    forecast = a_forecast(rate=10.0)
+    others = [
+        (a_batch("before", 700, 40), SIZES),
+        (a_batch("behind", 10**6, 500), SIZES),
+        (a_batch("other", 10**6, 30, tenant="b"), SIZES),
+    ]
+    update(forecast, others, 250.0)
+    new = a_batch("new", 850, 100)
+    first = forecast.first(new, 10_000, 250.0)
+    update(forecast, [*others, (new, SIZES)], 250.0)
+    then = forecast.outlooks["new"]
+    assert first.eta == pytest.approx(then.eta) and first.pace == pytest.approx(then.pace)
+    assert first.pace == pytest.approx((40 + 100 + 30) * 2.5 / 600, rel=0.02)
+    assert (first.at_risk, first.misses) == (then.at_risk, then.misses) == (False, False)
+    late = forecast.first(a_batch("late", 350, 0), 10_000, 250.0)
+    assert late.misses and late.pace == pytest.approx((100 + 30) * 2.5 / 100, rel=0.02)
+    assert f"{late.pace:.1f} times the pace" in late.notes(a_batch("late", 350, 0))["tidemill.warning"]
+
+
 @fuzz(100)
 @given(st.integers(0, 20_000))
 def test_runs_cover_each_rank_once_and_every_part_is_a_sample(lines: int) -> None:

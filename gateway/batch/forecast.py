@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from engine.api import Lane, TokenCosts
 from engine.client import EngineStats
@@ -146,6 +147,8 @@ class Outlook:
     """The batch would end after its window even if it ran alone."""
     tokens: float
     """Estimated prompt and output tokens left."""
+    pace: float = 0.0
+    """Factor on the current rate at which the batch would end with its window; 0 if unknown."""
 
     def notes(self, batch: BatchJob) -> dict[str, str]:
         """Return the metadata entries for the batch object."""
@@ -158,7 +161,8 @@ class Outlook:
         if self.misses:
             notes["tidemill.warning"] = (
                 f"At the current pace this batch will not finish within its completion window "
-                f"({batch.completion_window}); lines without a result by then expire."
+                f"({batch.completion_window}); lines without a result by then expire. All lines need "
+                f"{self.pace:,.1f} times the pace: another engine, looser limits for chats, or fewer lines."
             )
         return notes
 
@@ -172,6 +176,7 @@ class Forecast:
         self._ranges: dict[str, EndRange] = {}
         self.pace = Pace()
         self.outlooks: dict[str, Outlook] = {}
+        self._levels: dict[str, tuple[list[Any], list[float]]] = {}  # by tenant: deadlines, work until each end
         self.elsewhere = 0.0
         """Work per second of other servers on the same batches."""
 
@@ -185,11 +190,15 @@ class Forecast:
         self._stats = self._ask()
         self.pace.advance(now, bool(jobs), self._costs.of(0, sum(self._stats.job_tokens.values())))
         totals: defaultdict[str, float] = defaultdict(float)  # work by tenant
+        levels: defaultdict[str, tuple[list[Any], list[float]]] = defaultdict(lambda: ([], []))
         loads: list[tuple[BatchJob, float, float, float]] = []  # with tokens, work, and the tenant's work until the end
         for index, (batch, sizes) in enumerate(sorted(jobs, key=lambda job: by_deadline(job[0]))):
             prompt, output = self._tokens_left(batch, sizes)
             work = min(MAX_WORK, self._costs.of(prompt, output))
             totals[batch.tenant] += work
+            deadlines, ends = levels[batch.tenant]
+            deadlines.append(by_deadline(batch))
+            ends.append(totals[batch.tenant])
             loads.append((batch, prompt + output, work, totals[batch.tenant]))
             if index % STEP_JOBS == 0:
                 yield
@@ -203,17 +212,21 @@ class Forecast:
             outlooks[batch.id] = self._outlook(batch, tokens, work, done, now, ranges[batch.id])
             if index % STEP_JOBS == 0:
                 yield
-        self.outlooks, self._ranges = outlooks, ranges
+        self.outlooks, self._ranges, self._levels = outlooks, ranges, dict(levels)
 
     def first(self, batch: BatchJob, num_bytes: int, now: float, sizes: LineSizes | None = None) -> Outlook:
-        """Return the outlook of a new batch, from the size of its file and its first lines, as if it ran alone."""
+        """Return the outlook of a new batch behind those in progress, from the size of its file and its first lines."""
         if batch.id in self.outlooks:  # a repeated request with the same idempotency key
             return self.outlooks[batch.id]
         sizes = sizes or LineSizes(self.pace.bytes_per_line)
         output = num_bytes / sizes.line_bytes * self._output_per_line(sizes)
         prompt = num_bytes * self.pace.prompt_tokens_per_byte
         work = min(MAX_WORK, self._costs.of(prompt, output))
-        return self._outlook(batch, prompt + output, work, work, now, EndRange())
+        deadlines, ends = self._levels.get(batch.tenant, ((), ()))
+        earlier = bisect_right(deadlines, by_deadline(batch))
+        level = work + (ends[earlier - 1] if earlier else 0.0)
+        others = sum(min(level, ends[-1]) for tenant, (_, ends) in self._levels.items() if tenant != batch.tenant)
+        return self._outlook(batch, prompt + output, work, level + others, now, EndRange())
 
     def _outlook(self, batch: BatchJob, tokens: float, work: float, done: float, now: float, end: EndRange) -> Outlook:
         """Return the outlook of a batch with `work` left that ends after `done` of all work."""
@@ -223,7 +236,8 @@ class Forecast:
         seconds = done / rate
         margin = LEAVE_MARGIN if before is not None and before.at_risk else ENTER_MARGIN
         at_risk, misses = now + margin * seconds > batch.expires_at, now + work / rate > batch.expires_at
-        return Outlook(end.update(now + seconds, now) if seconds < HORIZON else None, at_risk, misses, tokens)
+        eta = end.update(now + seconds, now) if seconds < HORIZON else None
+        return Outlook(eta, at_risk, misses, tokens, seconds / max(1.0, batch.expires_at - now))
 
     @property
     def _costs(self) -> TokenCosts:

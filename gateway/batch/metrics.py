@@ -34,6 +34,8 @@ class BatchCollector(Collector):
         outlooks = list(forecast.outlooks.values())
         at_risk = sum(outlook.at_risk for outlook in outlooks)
         yield gauge("batch_jobs_at_risk", "Batches that may miss their completion window.", at_risk)
+        text = "Factor on the present pace at which all batches would end within their windows (above 1: add servers)."
+        yield gauge("batch_pace_needed", text, max((outlook.pace for outlook in outlooks), default=0.0))
         text = "Estimated prompt and output tokens left in batches in progress."
         yield gauge("batch_remaining_tokens", text, sum(outlook.tokens for outlook in outlooks))
         text = "Recent prompt and output tokens of finished batch lines per second of batch work."

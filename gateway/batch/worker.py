@@ -330,13 +330,13 @@ class BatchWorker:
         return {} if outlook is None or batch.status is not BatchStatus.IN_PROGRESS else outlook.notes(batch)
 
     async def first_notes(self, batch: BatchJob, num_bytes: int) -> dict[str, str]:
-        """Return metadata entries for a new batch if it is expected to miss its window, else nothing.
+        """Return metadata entries with the first forecast of a new batch, none before the pace is known.
 
         `num_bytes`: size of the input file.
         """
         head = await self._head(batch)
         outlook = self.forecast.first(batch, num_bytes, self.clock.now(), head)
-        return outlook.notes(batch) if outlook.misses else {}
+        return outlook.notes(batch) if outlook.pace else {}
 
     async def _head(self, batch: BatchJob) -> LineSizes | None:
         try:
