@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -126,12 +127,12 @@ def _make_app(context: ServerContext, folder: StateFolder | None, traces: Traces
     app = FastAPI(title="tidemill", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     app.state.context = context
-    _add_routes(app, context)
+    _add_routes(app, context, None if folder is None else folder.root)
     return app
 
 
-def _add_routes(app: FastAPI, context: ServerContext) -> None:
-    app.state.recorder = web.Recorder(context.metrics, context.lifecycle)
+def _add_routes(app: FastAPI, context: ServerContext, folder: Path | None) -> None:
+    app.state.recorder = web.Recorder(context.metrics, context.lifecycle, folder=folder)
     context.lifecycle.background += [app.state.recorder, LoopLag(context.metrics.registry)]
     for router in (health.router, web.router):
         app.include_router(router)

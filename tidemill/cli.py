@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_chat(commands)
     add_batch(commands, Parser)
+    _add_report(commands)
     _add_pull(commands)
     _config_flags(_add(commands, "profile", _profile, "measure step times and show the prediction error"), EngineConfig)
     _add_replay(commands)
@@ -146,6 +147,14 @@ def _add_chat(commands: Any) -> None:
     command.add_argument(
         "--temperature", type=float, metavar="T", help="sampling temperature, 0 is greedy (default: the server's)"
     )
+
+
+def _add_report(commands: Any) -> None:
+    command = _add(commands, "report", _report, "what the last night was: chats, batch work, pauses")
+    add_server(command)
+    command.add_argument("--hours", type=positive, default=12, metavar="N", help="length of the night (default: 12)")
+    command.add_argument("--price-in", type=float, default=0.0, metavar="P", help="price of a million prompt tokens")
+    command.add_argument("--price-out", type=float, default=0.0, metavar="P", help="price of a million output tokens")
 
 
 def _add_pull(commands: Any) -> None:
@@ -239,6 +248,15 @@ def _chat(arguments: argparse.Namespace) -> int:
     names = ("model", "system", "max_tokens", "temperature")
     chosen = {name: getattr(arguments, name) for name in names}
     return run_chat(dataclasses.replace(server_of(arguments), **chosen))
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from tidemill.client import ServerClient
+    from tidemill.commands.report import report
+
+    prices = arguments.price_in, arguments.price_out
+    print(report(ServerClient(server_of(arguments)), arguments.hours, *prices))
+    return 0
 
 
 @dropping_stdout()

@@ -3,7 +3,8 @@
 The static files need no API key; the data endpoints are protected like /metrics. The content security policy allows
 resources of this server only. The data are snapshots of the engine's statistics, taken every second while a page is
 open and every ten seconds otherwise; the last 900 are in memory, so that a new page has a history. A snapshot is
-encoded once for all pages. Counters are cumulative; the page computes differences.
+encoded once for all pages. Counters are cumulative; the page computes differences. `/dashboard/timeline` has seven days
+by minute.
 """
 
 import asyncio
@@ -15,9 +16,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any, cast
 
 import orjson
+from anyio import to_thread
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,6 +33,7 @@ from gateway.http.errors import ApiError, log_unexpected
 from gateway.http.sse import EventStream, event
 from gateway.telemetry.engine_metrics import class_targets, shown
 from gateway.telemetry.metrics import EndedAnswer, GatewayMetrics
+from gateway.telemetry.timeline import FILE, Timeline
 from predictor.slo import SLO
 
 FOLLOWED_SECONDS = 1.0
@@ -47,7 +51,9 @@ class Recorder:
         lifecycle: Lifecycle,
         clock: Callable[[], float] = time.time,
         engine_clock: Callable[[], float] = time.monotonic,
+        folder: Path | None = None,
     ) -> None:
+        self.timeline = Timeline(None if folder is None else folder / FILE, clock)
         self._metrics = metrics
         self._lifecycle = lifecycle
         self._clock = clock
@@ -102,7 +108,9 @@ class Recorder:
         shift = now - self._engine_clock()
         chats = [_chat(answer, answer.ended + shift) for answer in answers]
         snapshot = take(self._metrics.stats, chats, now) | self._readiness()
-        snapshot["batch"] = self._metrics.by_class[RequestClass.OFFLINE].totals
+        offline = snapshot["batch"] = self._metrics.by_class[RequestClass.OFFLINE].totals
+        if self.timeline.look(self._metrics.stats, offline):
+            await to_thread.run_sync(self.timeline.write)
         answers.clear()
         encoded = orjson.dumps(snapshot)
         self._snapshots.append(encoded)
@@ -275,6 +283,20 @@ async def history(request: Request) -> Response:
     check_sees_all(request)
     known = await _recorder(request).history()
     return Response(known, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+@router.get("/dashboard/timeline")
+async def timeline(request: Request) -> Response:
+    """Return the minutes of the last `hours` (default: 24)."""
+    check_sees_all(request)
+    try:
+        hours = float(request.query_params.get("hours", 24.0))
+    except ValueError:
+        raise ApiError(400, "hours must be a number.", param="hours") from None
+    minutes = _recorder(request).timeline.since(time.time() - hours * 3600)
+    return Response(
+        orjson.dumps({"minutes": minutes}), media_type="application/json", headers={"cache-control": "no-store"}
+    )
 
 
 @router.get("/dashboard/events")

@@ -10,8 +10,8 @@ const { areaPath, latencyScale } = await import(new URL("charts.js", files));
 const { billText, endText, endpointOf, outcome, outlook, totals } = await import(new URL("batches.js", files));
 const { clock, count, duration, limitOf, objectives, percent, scale, seconds, standingText } = await import(new URL("format.js", files));
 const { blocks, spans } = await import(new URL("markdown.js", files));
-const { History, WINDOW, percentile } = await import(new URL("series.js", files));
-const { batchSentence, classesOf, eventsOf, mechanismsOf, worth } = await import(new URL("story.js", files));
+const { History, WINDOW, partsOf, percentile } = await import(new URL("series.js", files));
+const { batchSentence, classesOf, eventsOf, folded, mechanismsOf, worth } = await import(new URL("story.js", files));
 
 test("events are the same however the stream was cut", () => {
   const whole = 'data: {"a":1}\n\n: comment\n\ndata: two\ndata: lines\r\n\r\ndata: [DONE]\n\n';
@@ -243,4 +243,26 @@ test("mechanisms that ran are named with their counts", () => {
   assert.deepEqual(mechanismsOf({}), []);
   const mechanisms = { drafts: { verified: 800, right: 600 }, plans: { made: 12, late: 1 }, drops: { drops: 2, restores: 1, failed: 0 } };
   assert.deepEqual(mechanismsOf({ mechanisms }).map(([, text]) => text), ["12 made, 0 continued, 1 late", "75 % of 800 right", "2 times, restored 1, failed 0"]);
+});
+
+test("pauses that follow within a minute are one event", () => {
+  const paused = (time) => ({ time, text: "Batch work paused beside chats: chats missed their limits.", state: "bad" });
+  const resumed = (time) => ({ time, text: "Batch work resumed beside chats with 50 % of its room.", state: "warn" });
+  const other = { time: 70, text: "The server is ready.", state: "good" };
+  const found = folded([paused(0), resumed(2), paused(10), resumed(15), other, paused(80), resumed(200)]);
+  assert.deepEqual(found.map(({ time, text }) => [time, text]), [
+    [15, "Batch work paused 2 times beside chats in 15 s: chats missed their limits."], [70, other.text], [80, paused(80).text], [200, resumed(200).text],
+  ]);
+});
+
+test("minutes of a night are summed over equal parts, and none is lost", () => {
+  const minute = (time, fields) => ({ time, good: 0, bad: 0, refused: 0, answers: 0, prompt: 0, output: 0, paused: 0, why: "", ...fields });
+  const now = 86400 * 3 + 17;
+  const minutes = Array.from({ length: 1440 }, (_, at) => minute(Math.floor((now - 86400) / 60 + at) * 60, { good: 2, bad: 1, output: 60, paused: at === 7 ? 5 : 0, why: at === 7 ? "slow" : "" }));
+  const parts = partsOf(minutes, now, 86400, 144);
+  assert.equal(parts.length, 144);
+  assert.equal(parts.reduce((sum, part) => sum + part.good, 0), 2880);
+  assert.deepEqual([parts[0].paused, parts[0].why, parts[5].why], [5, "slow", ""]);
+  assert.ok(parts.every(({ output, seconds: length }) => output > 0 && length === 600));
+  assert.deepEqual(partsOf([minute(now - 90000, { good: 1 })], now, 86400).filter(({ good }) => good), [], "older minutes are left out");
 });

@@ -2,14 +2,15 @@
 
 import { call, events, getJson, hasKey, setKey } from "./api.js";
 import { Batches, totals } from "./batches.js";
-import { DotChart, RateChart } from "./charts.js";
+import { DotChart, NightChart, RateChart } from "./charts.js";
 import { Chat } from "./chat.js";
 import { count, duration, limitOf, money, percent, rangeText, seconds, standingText } from "./format.js";
-import { History, percentile } from "./series.js";
-import { batchSentence, classesOf, eventsOf, mechanismsOf, worth } from "./story.js";
+import { History, partsOf, percentile } from "./series.js";
+import { batchSentence, classesOf, eventsOf, folded, mechanismsOf, worth } from "./story.js";
 
 const RETRY = 2000;
 const BATCHES_EVERY = 2;
+const NIGHT_EVERY = 60000;
 const SHOWN_EVENTS = 12;
 const JUDGED = { chats: 200, seconds: 600 }; // as in predictor/judge.py
 const PRICES = "tidemill-prices";
@@ -22,6 +23,7 @@ const charts = {
 };
 const ttft = new DotChart(byId("ttft"), "ttft", "Time to first token of each chat and its limit");
 const tbt = new DotChart(byId("tbt"), "gap", "Time between tokens of each chat, P99, and its limit");
+const night = new NightChart(byId("night"), "Chats within their limits, batch output and pauses of the last day or week");
 const batches = new Batches({
   rows: byId("batch-rows"), file: byId("file"), drop: byId("drop"), problem: byId("batch-error"),
   onlyRunning: byId("only-running"), window: byId("window"), changed: drawBatchTotals, prices,
@@ -94,7 +96,7 @@ function drawBatchTotals(all) {
 }
 
 function drawEvents() {
-  const found = eventsOf(history.snapshots).slice(-SHOWN_EVENTS).reverse();
+  const found = folded(eventsOf(history.snapshots)).slice(-SHOWN_EVENTS).reverse();
   const text = found.map(({ time, text: words }) => `${time} ${words}`).join();
   const host = byId("events");
   if (!found.length || host.dataset.drawn === text) return;
@@ -119,6 +121,14 @@ function drawLatency(id, chart, name, now) {
   chart.draw(shown, now.time, span(), limit);
   const values = shown.map((each) => each[name]).filter((value) => value !== null);
   show(`${id}-note`, values.length ? `P50 ${seconds(percentile(values, 50))}, P99 ${seconds(percentile(values, 99))} of ${count(values.length)} chats` : "");
+}
+
+async function drawNight() {
+  if (document.hidden || !history.latest) return;
+  const nightSpan = Number(byId("night-span").value);
+  const { minutes } = await getJson(`/dashboard/timeline?hours=${nightSpan / 3600}`);
+  const now = Date.now() / 1000;
+  night.draw(partsOf(minutes, now, nightSpan), now, nightSpan);
 }
 
 function drawEngine(now) {
@@ -229,6 +239,7 @@ async function follow() {
   await describe();
   try {
     for (const snapshot of (await getJson("/dashboard/history")).snapshots) history.add(snapshot);
+    drawNight().catch(() => {});
   } catch (error) {
     if (error.status !== 403) throw error;
     show("status", "this key can read its own batches only, not the metrics of the server", "warn");
@@ -304,8 +315,10 @@ byId("sample").addEventListener("click", sample);
 byId("base-url").textContent = `${location.origin}/v1`;
 byId("copy-url").addEventListener("click", () => navigator.clipboard && navigator.clipboard.writeText(`${location.origin}/v1`));
 byId("span").addEventListener("change", draw);
+byId("night-span").addEventListener("change", () => drawNight().catch(() => {}));
+setInterval(() => drawNight().catch(() => {}), NIGHT_EVERY);
 document.addEventListener("visibilitychange", () => { draw(); if (!document.hidden) batches.refresh(); });
-addEventListener("resize", draw);
+addEventListener("resize", () => { draw(); drawNight().catch(() => {}); });
 addEventListener("hashchange", view);
 setInterval(watch, 2000);
 view();

@@ -93,6 +93,49 @@ export class RateChart extends Chart {
   }
 }
 
+/** The last day or week: above, the share of chats within their limits; below, batch output; pauses are shaded. */
+export class NightChart extends Chart {
+  draw(parts, now, span) {
+    const top = scale(Math.max(1, ...parts.map((part) => part.output / part.seconds)) * 1.04, 2).top;
+    const width = Math.max(120, this.host.clientWidth);
+    const height = Math.max(120, this.host.clientHeight);
+    const middle = TOP + (height - TOP - BOTTOM) * 0.35;
+    const x = (time) => LEFT + ((time - (now - span)) / span) * (width - LEFT - 6);
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    this.svg.replaceChildren();
+    const label = (y, text) => this.svg.append(make("text", { x: LEFT - 7, y, "text-anchor": "end" }, text));
+    label(TOP + 10, "chats");
+    label(middle + 16, count(top));
+    label(height - BOTTOM, "0");
+    for (const part of parts) {
+      const judged = part.good + part.bad;
+      const box = { x: x(part.from), width: Math.max(0.5, x(part.from + part.seconds) - x(part.from) - 0.5) };
+      const add = (name, y, tall) => tall > 0 && this.svg.append(make("rect", { class: name, ...box, y, height: tall }));
+      if (part.paused) add("night-paused", TOP, height - TOP - BOTTOM);
+      const missed = judged ? (part.bad / judged) * (middle - TOP - 4) : 0;
+      if (judged) add("night-good", TOP, middle - TOP - 4 - missed);
+      add("night-bad", middle - 4 - missed, missed);
+      const tall = (part.output / part.seconds / top) * (height - BOTTOM - middle - 4);
+      add("night-work", height - BOTTOM - tall, tall);
+      const words = [new Date(part.from * 1000).toLocaleString([], { weekday: "short", hour: "2-digit", minute: "2-digit" })];
+      if (judged) words.push(`${part.good} of ${judged} chats within their limits`);
+      if (part.refused) words.push(`${part.refused} refused`);
+      if (part.answers) words.push(`${count(part.answers)} batch answers, ${count(part.output / part.seconds)} output tokens/s`);
+      if (part.paused) words.push(`batch work paused ${seconds(part.paused)}: ${part.why}`);
+      const hover = make("rect", { class: "night-hover", ...box, y: TOP, height: height - TOP - BOTTOM });
+      hover.append(make("title", {}, words.join("\n")));
+      this.svg.append(hover);
+    }
+    for (let at = 0; at <= 4; at += 1) {
+      const time = now - span + (span * at) / 4;
+      const form = span > 86400 ? { weekday: "short" } : { hour: "2-digit", minute: "2-digit" };
+      const anchor = ["start", "middle", "middle", "middle", "end"][at];
+      this.svg.append(make("text", { x: x(time), y: height - 4, "text-anchor": anchor }, new Date(time * 1000).toLocaleString([], form)));
+    }
+    this.empty.textContent = parts.some((part) => part.good + part.bad + part.answers + part.output > 0) ? "" : "Nothing has happened yet.";
+  }
+}
+
 /** Top and step of a chart of latencies: fitted to the values, with the limit inside if it is near: {top, step, near}. */
 export function latencyScale(values, limit) {
   const most = Math.max(...values, 0.001);

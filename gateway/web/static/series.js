@@ -82,3 +82,18 @@ export function percentile(values, rank) {
   const sorted = [...values].sort((a, b) => a - b);
   return sorted[Math.max(0, Math.ceil((rank / 100) * sorted.length) - 1)];
 }
+
+/** Minutes of the server's timeline, summed over `count` equal parts of the last `span` seconds. */
+export function partsOf(minutes, now, span, count = 144) {
+  const width = span / count;
+  const parts = Array.from({ length: count }, (_, at) => ({
+    from: now - span + at * width, seconds: width, good: 0, bad: 0, refused: 0, answers: 0, prompt: 0, output: 0, paused: 0, why: "",
+  }));
+  for (const minute of minutes) {
+    const part = parts[Math.min(count - 1, Math.floor((minute.time + 30 - (now - span)) / width))];
+    if (!part) continue;
+    for (const name of ["good", "bad", "refused", "answers", "prompt", "output", "paused"]) part[name] += minute[name];
+    part.why = minute.why || part.why;
+  }
+  return parts;
+}

@@ -5,6 +5,7 @@ import { count, percent, seconds } from "./format.js";
 const FULL = 0.995; // share of the room from which on it is called whole
 const FELL = 0.9; // part of its highest share at which batch work counts as reduced
 const RETURNED = 0.95; // part of it at which batch work counts as restored
+const FOLDED = 60; // seconds between two changes that are shown as one
 const CAUSES = { slo: "chats missed their limits", predictor: "steps took longer than predicted" };
 
 function cause(snapshot) {
@@ -68,6 +69,28 @@ export function eventsOf(snapshots) {
     if (more("drops")) add("Memory is short: two engines dropped layers and run as one pipeline.", "warn");
     if (more("restores")) add("Two engines have all layers again.", "good");
     if (after.refused > before.refused) add(`${after.refused - before.refused} chats refused: their wait would have been too long.`, "bad");
+  }
+  return found;
+}
+
+/** Events in order, with pauses and resumptions of batch work that follow within a minute as one event. */
+export function folded(events) {
+  const found = [];
+  for (const event of events) {
+    const last = found[found.length - 1];
+    const change = /^Batch work (paused|resumed) beside chats/.exec(event.text);
+    if (!change || !last || !last.changes || event.time - last.time > FOLDED) {
+      found.push({ ...event, changes: change ? [event] : null });
+      continue;
+    }
+    last.changes.push(event);
+    const pauses = last.changes.filter(({ text }) => text.startsWith("Batch work paused"));
+    const span = Math.round(event.time - last.changes[0].time);
+    if (pauses.length > 1) {
+      const why = pauses[pauses.length - 1].text.replace(/^[^:]*: /, "");
+      Object.assign(last, { text: `Batch work paused ${pauses.length} times beside chats in ${span} s: ${why}`, state: "bad" });
+    } else Object.assign(last, { text: event.text, state: event.state });
+    last.time = event.time;
   }
   return found;
 }
