@@ -63,7 +63,9 @@ def test_counters_become_minutes_and_pauses_have_a_reason(tmp_path: Path) -> Non
 def test_a_minute_without_an_event_takes_no_room_and_a_file_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / FILE
     old = Minute(int(NOW) - 60 * (KEPT_MINUTES + 5), good=1)
-    rows = [json.dumps({name: getattr(each, name) for name in Minute.__slots__}) for each in (old, Minute(int(NOW), bad=3))]
+    rows = [
+        json.dumps({name: getattr(each, name) for name in Minute.__slots__}) for each in (old, Minute(int(NOW), bad=3))
+    ]
     path.write_text("\n".join([*rows, '{"time": 5, "other": 1}', rows[1][:20]]))
     timeline = Timeline(path, clock)
     assert [(each["time"], each["bad"]) for each in timeline.since(0)] == [(NOW, 3)]

@@ -91,6 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_chat(commands)
     add_batch(commands, Parser)
+    command = _add(commands, "try", _try, "chats alone, then beside a batch: half a minute with a running server")
+    add_server(command)
+    command.add_argument("--seconds", type=positive, default=30, metavar="N", help="length (default: 30)")
+    command.add_argument("--rate", type=positive, default=1, metavar="N", help="chats a second (default: 1)")
     _add_report(commands)
     _add_pull(commands)
     _config_flags(_add(commands, "profile", _profile, "measure step times and show the prediction error"), EngineConfig)
@@ -248,6 +252,15 @@ def _chat(arguments: argparse.Namespace) -> int:
     names = ("model", "system", "max_tokens", "temperature")
     chosen = {name: getattr(arguments, name) for name in names}
     return run_chat(dataclasses.replace(server_of(arguments), **chosen))
+
+
+def _try(arguments: argparse.Namespace) -> int:
+    from tidemill.client import ServerClient
+    from tidemill.commands.trial import CHAT_TOKENS, Trial
+
+    options = dataclasses.replace(server_of(arguments), max_tokens=CHAT_TOKENS)
+    Trial(ServerClient(options), arguments.rate, arguments.seconds, say).run()
+    return 0
 
 
 def _report(arguments: argparse.Namespace) -> int:

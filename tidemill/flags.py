@@ -250,7 +250,7 @@ def _from_words(flag: Flag, words: Any, source: str) -> Any:
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("serve", ("serve", "pull", "profile", "replay", "fleet", "migrate", "keys")),
-    ("use a server", ("chat", "batch", "report")),
+    ("use a server", ("try", "chat", "batch", "report")),
     ("measure", ("bench", "simulate", "worth")),
     ("more", ("completions", "version")),
 )

@@ -1,0 +1,43 @@
+"""`tidemill try` against the demo model: both parts, a batch that is cancelled, chats that fail."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from batch_tools import FAST, open_folder
+from fake_engine import demo_engine, serve
+from fixtures import StartServer
+
+from tidemill.client import server_options
+from tidemill.commands.trial import ServerClient, Trial
+
+
+@pytest.mark.cpu_limit(6)  # the demo model computes all the time
+async def test_a_trial_shows_the_idle_share_and_what_fits_beside_the_chats(tmp_path: Path) -> None:
+    engine, tokenizer = demo_engine(max_num_seqs=16)
+    folder = await open_folder(tmp_path / "state")
+    options = {"served_model_name": ("tidemill-demo",), "folder": folder, "batch_limits": FAST}
+    shown: list[str] = []
+    async with serve(engine, tokenizer, **options) as served:  # type: ignore[arg-type]
+        trial = Trial(ServerClient(server_options(served.url, None)), rate=10.0, seconds=1.5, show=shown.append)
+        await asyncio.to_thread(trial.run)
+        async with httpx.AsyncClient() as client:
+            (batch,) = (await client.get(f"{served.url}/v1/batches")).json()["data"]
+    assert not trial.failures
+    alone, beside = shown
+    assert re.fullmatch(r"chats alone: .*; the machine was idle \d+% of the time", alone), alone
+    done = re.search(r"; ([\d,]+) lines done, [\d.]+ a second", beside)
+    assert done and batch["status"] in ("cancelling", "cancelled")
+    assert batch["request_counts"]["completed"] >= int(done[1].replace(",", ""))
+
+
+async def test_chats_that_fail_are_counted_with_their_reason(start_server: StartServer, tmp_path: Path) -> None:
+    folder = await open_folder(tmp_path / "state")
+    served = await start_server("hello", folder=folder, batch_limits=FAST)
+    shown: list[str] = []
+    trial = Trial(ServerClient(server_options(served.url, None)), rate=10.0, seconds=0.6, show=shown.append)
+    await asyncio.to_thread(trial._chat, "no-such-model", "Hello?")
+    await asyncio.to_thread(trial.run)
+    assert shown[-1].startswith("1 chats failed: ") and "no-such-model" in shown[-1]

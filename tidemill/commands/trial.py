@@ -1,0 +1,121 @@
+"""`tidemill try`: chats for a few seconds, then the same chats beside a batch, with the server's own figures."""
+
+import json
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tidemill.client import TERMINAL, ChatError, ServerClient
+
+QUESTIONS = tuple(f"What is the capital of {name}?" for name in ("France", "Italy", "Spain", "Japan"))
+CHAT_TOKENS, LINE_TOKENS = 48, 64
+LINES = 20_000
+"""Lines of the batch, which is cancelled at the end."""
+LOOK_SECONDS = 1.0
+SETTLE_SECONDS = 2.0
+"""Time in which the last chats of a part end and are judged."""
+_SAMPLE = r"^tidemill_{} (\S+)$"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Counters of the server at one time; times in seconds."""
+
+    at: float
+    good: float
+    bad: float
+    busy: float
+    """Time in model steps of one engine."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """One trial of a server. `rate`: chats a second; `seconds`: length, a third of it without the batch."""
+
+    client: ServerClient
+    rate: float = 1.0
+    seconds: float = 30.0
+    show: Callable[[str], None] = print
+    failures: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Run both parts and show a line for each. Raises ChatError if the server cannot be reached."""
+        model = self.client.first_model()
+        before = self._part(model, self.seconds / 3, None)
+        idle = 1.0 - before.busy / before.at
+        self.show(f"chats alone: {_kept(before)}; the machine was idle {max(0.0, idle):.0%} of the time")
+        batch = self._submit(model)
+        try:
+            began = time.monotonic()
+            beside = self._part(model, self.seconds * 2 / 3, batch)
+            lines = self.client.batch(batch)["request_counts"]["completed"]
+            passed = time.monotonic() - began
+        finally:
+            with suppress(ChatError):
+                self.client.call("POST", f"/v1/batches/{batch}/cancel")
+        self.show(f"chats beside a batch: {_kept(beside)}; {lines:,} lines done, {lines / passed:.1f} a second")
+        if self.failures:
+            self.show(f"{len(self.failures)} chats failed: {self.failures[0]}")
+
+    def _part(self, model: str, seconds: float, batch: str | None) -> Figures:
+        """Send chats at an even rate, and return how much the counters have grown."""
+        start, chats = self._figures(), list[threading.Thread]()
+        while (passed := time.monotonic() - start.at) < seconds:
+            if len(chats) <= passed * self.rate:
+                question = QUESTIONS[len(chats) % len(QUESTIONS)]
+                chats.append(threading.Thread(target=self._chat, args=(model, question), daemon=True))
+                chats[-1].start()
+            time.sleep(min(LOOK_SECONDS, 0.5 / self.rate))
+            if sys.stderr.isatty():
+                print(f"\r{'batch and chats' if batch else 'chats'}: {passed:.0f} of {seconds:.0f} s", end="", file=sys.stderr)
+        end = self._figures()
+        for chat in chats:
+            chat.join(timeout=60.0)
+        time.sleep(min(SETTLE_SECONDS, self.seconds / 10))
+        judged = self._figures()
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr)
+        return Figures(end.at - start.at, judged.good - start.good, judged.bad - start.bad, end.busy - start.busy)
+
+    def _chat(self, model: str, question: str) -> None:
+        try:
+            for _ in self.client.stream(model, [{"role": "user", "content": question}]):
+                pass
+        except ChatError as error:
+            self.failures.append(str(error))
+
+    def _figures(self) -> Figures:
+        page = self.client.metrics()
+
+        def value(name: str) -> float:
+            return sum(float(found) for found in re.findall(_SAMPLE.format(name), page, re.MULTILINE))
+
+        good, bad = (value(rf'slo_requests_total{{good="{each}"}}') for each in ("true", "false"))
+        engines = max(1, len(re.findall(r"^tidemill_engine_ready\{", page, re.MULTILINE)))
+        return Figures(time.monotonic(), good, bad, value("step_seconds") / engines)
+
+    def _submit(self, model: str) -> str:
+        with tempfile.TemporaryDirectory(prefix="tidemill-") as folder:
+            path = Path(folder) / "trial.jsonl"
+            with path.open("w", encoding="utf-8") as file:
+                for number in range(LINES):
+                    question = [{"role": "user", "content": f"{QUESTIONS[number % len(QUESTIONS)]} ({number})"}]
+                    body = {"model": model, "messages": question, "max_tokens": LINE_TOKENS}
+                    line = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+                    file.write(json.dumps(line) + "\n")
+            body = {"endpoint": "/v1/chat/completions", "completion_window": "1h", "input_file_id": self.client.upload(path)}
+        batch = self.client.call("POST", "/v1/batches", body)
+        if batch["status"] in TERMINAL:
+            raise ChatError(f"the batch is {batch['status']}")
+        return str(batch["id"])
+
+
+def _kept(figures: Figures) -> str:
+    judged = figures.good + figures.bad
+    return f"{figures.good / judged:.0%} of {judged:.0f} in time" if judged else "none was judged"
