@@ -19,6 +19,7 @@ BENCHES = {
     "schemas": "benchmarks.schemas",
     "control-plane": "benchmarks.control_plane",
     "chaos": "benchmarks.chaos.main",
+    "nights": "benchmarks.nights",
     "sim-vs-live": "benchmarks.sim_vs_live",
     "simulator-speed": "benchmarks.simulator_speed",
     "experiments": "benchmarks.experiments.main",
