@@ -39,6 +39,7 @@ from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
 from gateway.telemetry.metrics import GatewayMetrics, LoopLag
 from gateway.telemetry.request_log import RequestLog
+from gateway.telemetry.tenant_metrics import TenantCollector
 from gateway.telemetry.tracing import TraceHeaders, Traces, find_endpoint
 from gateway.upstream import Upstream
 from gateway.web import routes as web
@@ -97,6 +98,10 @@ def _shared(client: EngineClient, config: ServerConfig, served: Sequence[str]) -
     """Return the fields of a ServerContext."""
     models = ModelNames(served, client.info.adapters)
     metrics, keys = GatewayMetrics(client, models.first), KeyStore(config.api_key, config.api_key_file)
+    admissions = Admissions(keys.quota)
+    by_tenant = TenantCollector(admissions)
+    metrics.registry.register(by_tenant)
+    metrics.on_end.append(by_tenant.observe_end)
     return {
         "client": client,
         "config": config,
@@ -104,7 +109,7 @@ def _shared(client: EngineClient, config: ServerConfig, served: Sequence[str]) -
         "metrics": metrics,
         "lifecycle": Lifecycle(client),
         "keys": keys,
-        "admissions": Admissions(keys.quota),
+        "admissions": admissions,
         "request_log": _open_request_log(config, metrics),
     }
 

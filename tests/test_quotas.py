@@ -23,6 +23,7 @@ from support.http import get
 from support.lazy import openai
 from support.tables import for_each
 
+from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.http.errors import ApiError
@@ -38,6 +39,8 @@ from gateway.http.keys import (
     load_keys,
     parse_quota,
 )
+from gateway.telemetry.account import Account
+from gateway.telemetry.tenant_metrics import MAX_TENANTS, OTHERS, TenantCollector
 
 # ---- the file
 
@@ -422,3 +425,34 @@ async def test_a_closed_terminal_ends_the_server(start_server: StartServer, monk
     monkeypatch.setattr("gateway.server.has_terminal", lambda: False)
     await hang_up()
     await eventually(lambda: served.server.should_exit)
+
+
+# ---- metrics
+
+
+def test_tenants_are_counted_and_beyond_a_bound_together() -> None:
+    admissions = Admissions(lambda tenant: Quota(requests=1) if tenant == "t0" else UNLIMITED)
+    by_tenant = TenantCollector(admissions)
+
+    def ended(tenant: str, kind: RequestClass) -> Any:
+        request = EngineRequest("r", (1, 2, 3), SamplingParams(4), request_class=kind, tenant=tenant)
+        account = Account(request, "id", 0)
+        account.num_tokens = 5
+        return account
+
+    for number in range(MAX_TENANTS + 7):
+        by_tenant.observe_end(ended(f"t{number}", RequestClass.ONLINE))
+    by_tenant.observe_end(ended("t0", RequestClass.OFFLINE))
+    place = admissions.enter("t0", 1, 10)
+    with pytest.raises(ApiError):
+        admissions.check("t0")
+    samples = {
+        (sample.name.removeprefix("tidemill_tenant_"), *sample.labels.values()): sample.value
+        for family in by_tenant.collect()
+        for sample in family.samples
+    }
+    assert samples["tokens_total", "t0", "online", "prompt"] == 3 and samples["tokens_total", "t0", "offline", "output"] == 5
+    assert samples["requests_total", OTHERS, "online"] == 7
+    assert len({labels[1] for labels in samples}) == MAX_TENANTS + 1
+    assert samples["refused_requests_total", "t0"] == 1 and samples["present_requests", "t0", "running"] == 1
+    admissions.leave(place)

@@ -34,7 +34,10 @@ from gateway.batch.metrics import BatchCollector  # noqa: E402
 from gateway.batch.notices import Notifier  # noqa: E402
 from gateway.batch.tenants import Ownership  # noqa: E402
 from gateway.batch.worker import BatchWorker  # noqa: E402
+from gateway.http.keys import UNLIMITED, Admissions  # noqa: E402
+from gateway.telemetry.account import Account  # noqa: E402
 from gateway.telemetry.metrics import GatewayMetrics  # noqa: E402
+from gateway.telemetry.tenant_metrics import TenantCollector  # noqa: E402
 from predictor.judge import Standing  # noqa: E402
 
 TARGET = ROOT / "docker" / "grafana" / "dashboards" / "tidemill.json"
@@ -323,7 +326,22 @@ FLEET = (
         ),
     ),
 )
-FOLDED = {"Engine": ENGINE, "Mechanisms": MECHANISMS, "Several engines": FLEET}
+TENANTS = (
+    Panel(
+        "Tokens per second by tenant",
+        "short",
+        (("{{tenant}} {{class}}", _rate("tidemill_tenant_tokens_total", by="tenant, class")),),
+        "Prompt and output.",
+        stacked=True,
+    ),
+    Panel("Requests present by tenant", "short", (("{{tenant}} {{state}}", "tidemill_tenant_present_requests"),)),
+    Panel(
+        "Refused by their tenant's limits, per second",
+        "short",
+        (("{{tenant}}", _rate("tidemill_tenant_refused_requests_total", by="tenant")),),
+    ),
+)
+FOLDED = {"Tenants": TENANTS, "Engine": ENGINE, "Mechanisms": MECHANISMS, "Several engines": FLEET}
 
 
 def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
@@ -347,6 +365,13 @@ def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     metrics.registry.register(
         BatchCollector(cast(BatchWorker, worker), cast(Ownership, ownership), cast(Notifier, notifier))
     )
+    admissions = Admissions(lambda _: UNLIMITED)
+    admissions.enter("tenant", 1, 1)
+    admissions.refused["tenant"] = 1
+    tenants = TenantCollector(admissions)
+    request = SimpleNamespace(tenant="tenant", request_class=RequestClass.ONLINE)
+    tenants.observe_end(cast(Account, SimpleNamespace(request=request, num_prompt_tokens=1, num_tokens=1)))
+    metrics.registry.register(tenants)
     found = []
     for family in metrics.registry.collect():
         labels = {label: None for sample in family.samples for label in sample.labels if label != "le"}

@@ -25,7 +25,7 @@ import hmac
 import os
 import re
 import stat
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -174,10 +174,12 @@ class Admissions:
         self._quota_of = quota_of
         self._tenants: dict[str, _TenantUsage] = {}
         self._divided: Mapping[str, Division] = MappingProxyType({})
+        self.refused: Counter[str] = Counter()
+        """Requests refused with 429 by tenant, as only tenants with limits have them."""
 
     def loads(self) -> dict[str, Load]:
         """Return the load of each tenant with requests."""
-        return {name: each.load for name, each in self._tenants.items()}
+        return {name: each.load for name, each in list(self._tenants.items())}
 
     def divide(self, divided: Mapping[str, Division]) -> None:
         """Divide the limits of tenants with loads on other servers."""
@@ -242,11 +244,13 @@ class Admissions:
             if lacks is not None:
                 limit, count = lacks
                 count += getattr(elsewhere, limit)
+                self.refused[name] += 1
                 raise limit_reached(limit, getattr(whole, limit), f"{count} {limit} are in flight")
             return
         waiting = tenant.num_waiting
         if (lacks is not None or waiting) and waiting + num_requests > quota.queued:
             waiting += elsewhere.queued
+            self.refused[name] += 1
             raise limit_reached("queued", whole.queued or 0, f"{waiting} requests are waiting")
 
     def _part(self, name: str, quota: Quota) -> Quota:
