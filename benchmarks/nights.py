@@ -25,7 +25,9 @@ BURST = 0.3
 """Rate in the hour of a burst, of the usual one."""
 SPREAD_AT = 0.2
 """Progress at which the width of the interval is measured."""
-NIGHTS = Table({"night": "8", "nights": "7d", "end in the interval": "20.1%", "width at 20 %, P50": "19.1%", "P90": "8.1%"})
+NIGHTS = Table(
+    {"night": "8", "nights": "7d", "end in the interval": "20.1%", "width at 20 %, P50": "19.1%", "P90": "8.1%"}
+)
 
 
 def steady(random_: random.Random) -> Callable[[float], float]:
@@ -101,7 +103,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         nights = [spend(load, seed) for seed in seeds]
         widths = sorted(night.width for night in nights)
         held = sum(night.held for night in nights) / len(nights)
-        print(NIGHTS.line(name, len(nights), held, widths[len(widths) // 2], widths[int(0.9 * len(widths))]), flush=True)
+        print(
+            NIGHTS.line(name, len(nights), held, widths[len(widths) // 2], widths[int(0.9 * len(widths))]), flush=True
+        )
 
 
 if __name__ == "__main__":

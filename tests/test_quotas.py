@@ -451,7 +451,10 @@ def test_tenants_are_counted_and_beyond_a_bound_together() -> None:
         for family in by_tenant.collect()
         for sample in family.samples
     }
-    assert samples["tokens_total", "t0", "online", "prompt"] == 3 and samples["tokens_total", "t0", "offline", "output"] == 5
+    assert (
+        samples["tokens_total", "t0", "online", "prompt"] == 3
+        and samples["tokens_total", "t0", "offline", "output"] == 5
+    )
     assert samples["requests_total", OTHERS, "online"] == 7
     assert len({labels[1] for labels in samples}) == MAX_TENANTS + 1
     assert samples["refused_requests_total", "t0"] == 1 and samples["present_requests", "t0", "running"] == 1

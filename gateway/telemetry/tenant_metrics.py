@@ -47,7 +47,9 @@ class TenantCollector(Collector):
             ended.add_metric(labels, count)
         text = "Requests that exceeded their tenant's limits (429)."
         refused = CounterMetricFamily("tidemill_tenant_refused_requests", text, labels=["tenant"])
-        for name, count in _summed((self._label(name), count) for name, count in list(self._admissions.refused.items())):
+        for name, count in _summed(
+            (self._label(name), count) for name, count in list(self._admissions.refused.items())
+        ):
             refused.add_metric([name], count)
         text = "Requests of a tenant in the engine and waiting for its limits."
         present = GaugeMetricFamily("tidemill_tenant_present_requests", text, labels=["tenant", "state"])

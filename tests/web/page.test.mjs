@@ -10,6 +10,7 @@ const { areaPath, latencyScale } = await import(new URL("charts.js", files));
 const { billText, endText, endpointOf, outcome, outlook, totals } = await import(new URL("batches.js", files));
 const { clock, count, duration, limitOf, objectives, percent, scale, seconds, standingText } = await import(new URL("format.js", files));
 const { blocks, spans } = await import(new URL("markdown.js", files));
+const { answerOf, causesOf, failedOf, rowsOf } = await import(new URL("detail.js", files));
 const { History, WINDOW, partsOf, percentile } = await import(new URL("series.js", files));
 const { batchSentence, classesOf, eventsOf, folded, mechanismsOf, worth } = await import(new URL("story.js", files));
 
@@ -265,4 +266,22 @@ test("minutes of a night are summed over equal parts, and none is lost", () => {
   assert.deepEqual([parts[0].paused, parts[0].why, parts[5].why], [5, "slow", ""]);
   assert.ok(parts.every(({ output, seconds: length }) => output > 0 && length === 600));
   assert.deepEqual(partsOf([minute(now - 90000, { good: 1 })], now, 86400).filter(({ good }) => good), [], "older minutes are left out");
+});
+
+test("rows of a file that was cut are whole rows, and causes come by count", () => {
+  const row = (id, message) => ({ custom_id: id, response: { status_code: 400, body: { error: { message } } } });
+  const text = [row("a", "too long"), row("b", "no model"), row("c", "too long"), { custom_id: "d", error: { code: "batch_expired" } }].map((each) => JSON.stringify(each)).join("\n");
+  assert.deepEqual(causesOf(rowsOf(text)), [["too long", 2], ["no model", 1], ["batch_expired", 1]]);
+  assert.deepEqual(rowsOf(text, false).map((each) => each.custom_id), ["a", "b", "c"]);
+  assert.deepEqual(rowsOf('{"custom_id": "a"}\n\nnonsense\n'), [{ custom_id: "a" }]);
+  const input = ["a", "b", "x"].map((id) => ({ custom_id: id, body: { n: 1 } }));
+  assert.equal(failedOf(rowsOf(text), input), '{"custom_id":"a","body":{"n":1}}\n{"custom_id":"b","body":{"n":1}}\n');
+});
+
+test("an answer is text, calls of functions, or the body itself", () => {
+  const answer = (body) => answerOf({ response: { body } });
+  assert.deepEqual(answer({ choices: [{ message: { content: "hi" } }], usage: { prompt_tokens: 3, completion_tokens: 1 } }), { text: "hi", tokens: [3, 1] });
+  assert.equal(answer({ choices: [{ text: "done" }] }).text, "done");
+  assert.match(answer({ choices: [{ message: { content: null, tool_calls: [1] } }] }).text, /tool_calls/);
+  assert.match(answer({ data: [{ embedding: [0.5] }] }).text, /embedding/);
 });

@@ -73,7 +73,11 @@ class Trial:
                 chats[-1].start()
             time.sleep(min(LOOK_SECONDS, 0.5 / self.rate))
             if sys.stderr.isatty():
-                print(f"\r{'batch and chats' if batch else 'chats'}: {passed:.0f} of {seconds:.0f} s", end="", file=sys.stderr)
+                print(
+                    f"\r{'batch and chats' if batch else 'chats'}: {passed:.0f} of {seconds:.0f} s",
+                    end="",
+                    file=sys.stderr,
+                )
         end = self._figures()
         for chat in chats:
             chat.join(timeout=60.0)
@@ -109,7 +113,11 @@ class Trial:
                     body = {"model": model, "messages": question, "max_tokens": LINE_TOKENS}
                     line = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
                     file.write(json.dumps(line) + "\n")
-            body = {"endpoint": "/v1/chat/completions", "completion_window": "1h", "input_file_id": self.client.upload(path)}
+            body = {
+                "endpoint": "/v1/chat/completions",
+                "completion_window": "1h",
+                "input_file_id": self.client.upload(path),
+            }
         batch = self.client.call("POST", "/v1/batches", body)
         if batch["status"] in TERMINAL:
             raise ChatError(f"the batch is {batch['status']}")

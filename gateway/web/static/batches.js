@@ -1,9 +1,11 @@
 // Table of batches (upload, progress, cancel, download), which uses the public API.
 
 import { call, getJson, postJson } from "./api.js";
+import { detailOf } from "./detail.js";
 import { clock, count, money, rangeText, seconds } from "./format.js";
 
 const SHOWN = 50;
+const FIRST = 8; // rows before "all"
 const ASK_ABOVE = 10; // lines that a cancel would stop without a second click
 const RUNNING = new Set(["validating", "in_progress", "finalizing", "cancelling"]);
 
@@ -77,6 +79,9 @@ export class Batches {
     Object.assign(this, elements); // rows, file, drop, problem, onlyRunning, window, changed, prices
     this.bills = new Map(); // batch id: figures of /v1/usage
     this.names = new Map(); // file id: name
+    this.opened = null; // id of the batch whose lines are shown, and the elements that show them
+    this.detail = [];
+    this.all = false;
     this.asking = null; // id of the batch whose cancel waits for a second click
     this.onlyRunning.addEventListener("change", () => this.refresh());
     this.file.addEventListener("change", () => { this.upload(this.file.files[0]); this.file.value = ""; });
@@ -120,11 +125,15 @@ export class Batches {
   draw(batches) {
     const now = Date.now() / 1000;
     const seen = (b) => [b.id, b.status, b.request_counts, endText(b, now), this.bills.get(b.id)];
-    const state = JSON.stringify([this.asking, batches.map(seen)]);
+    const state = JSON.stringify([this.asking, this.opened, this.detail.length, this.all, batches.map(seen)]);
     if (state === this.shown) return; // keep the focus if the table is unchanged
     this.shown = state;
     const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.key : null;
-    this.rows.replaceChildren(...batches.map((batch) => this.row(batch, now)));
+    const shown = this.all ? batches : batches.slice(0, FIRST);
+    this.rows.replaceChildren(...shown.flatMap((batch) => [this.row(batch, now), ...(batch.id === this.opened ? [this.wide(...this.detail)] : [])]));
+    if (shown.length < batches.length) {
+      this.rows.append(this.wide(button(`Show all ${count(batches.length)} batches`, "Show all batches", () => { this.all = true; this.refresh(); })));
+    }
     if (!batches.length) {
       const row = document.createElement("tr");
       row.className = "none";
@@ -136,13 +145,40 @@ export class Batches {
     }
   }
 
+  /** A row with one cell. */
+  wide(...content) {
+    const row = document.createElement("tr");
+    row.className = "detail";
+    const only = cell(row, "");
+    only.colSpan = 7;
+    only.append(...content);
+    return row;
+  }
+
+  async open(batch) {
+    this.opened = this.opened === batch.id ? null : batch.id;
+    this.detail = [];
+    await this.guarded(async () => {
+      if (this.opened) this.detail = await detailOf(batch, (file) => this.upload(file));
+    });
+  }
+
   row(batch, now) {
     const row = document.createElement("tr");
     const name = document.createElement("div");
     name.className = "name";
     const id = document.createElement("code");
     id.textContent = batch.id;
-    name.append(this.names.get(batch.input_file_id) || "file deleted", id);
+    const opener = button(this.names.get(batch.input_file_id) || "file deleted", `Open ${batch.id}`, () => this.open(batch));
+    opener.className = "link";
+    opener.dataset.key = `${batch.id} open`;
+    opener.setAttribute("aria-expanded", String(batch.id === this.opened));
+    name.append(opener, id);
+    const [first] = (batch.errors || {}).data || [];
+    if (first) {
+      const where = first.line ? `line ${first.line}: ` : "";
+      name.append(Object.assign(document.createElement("span"), { className: "problem", textContent: `${where}${first.message}` }));
+    }
     cell(row, name);
     cell(row, batch.status.replace("_", " "));
     const { total, done, failed, unfinished } = outcome(batch);
@@ -191,12 +227,6 @@ export class Batches {
     }
     if (batch.output_file_id) add("Results", `Download the results of ${batch.id}`, () => this.download(batch.output_file_id, `${batch.id}.jsonl`));
     if (batch.error_file_id) add("Errors", `Download the failed rows of ${batch.id}`, () => this.download(batch.error_file_id, `${batch.id}-errors.jsonl`));
-    if (batch.errors && batch.errors.data && batch.errors.data.length) {
-      const first = batch.errors.data[0];
-      const where = first.line ? `line ${first.line}: ` : "";
-      row.title = `${where}${first.message}`;
-      actions.append(Object.assign(document.createElement("span"), { className: "problem", textContent: `${where}${first.message}`.slice(0, 80) }));
-    }
     return actions;
   }
 
