@@ -30,17 +30,17 @@ NIGHTS = Table(
 )
 
 
-def steady(random_: random.Random) -> Callable[[float], float]:
+def steady(_: random.Random) -> Callable[[float], float]:
     return lambda _: 1.0
 
 
-def waves(random_: random.Random) -> Callable[[float], float]:
-    period, phase = random_.uniform(0.3, 2.0) * HOUR, random_.uniform(0.0, 2.0 * math.pi)
+def waves(chance: random.Random) -> Callable[[float], float]:
+    period, phase = chance.uniform(0.3, 2.0) * HOUR, chance.uniform(0.0, 2.0 * math.pi)
     return lambda at: 1.0 - 0.7 * 0.5 * (1.0 + math.sin(2.0 * math.pi * at / period + phase))
 
 
-def burst(random_: random.Random) -> Callable[[float], float]:
-    start = random_.uniform(0.0, HOURS - 1.0) * HOUR
+def burst(chance: random.Random) -> Callable[[float], float]:
+    start = chance.uniform(0.0, HOURS - 1.0) * HOUR
     return lambda at: BURST if start <= at < start + HOUR else 1.0
 
 

@@ -40,4 +40,4 @@ async def test_chats_that_fail_are_counted_with_their_reason(start_server: Start
     trial = Trial(ServerClient(server_options(served.url, None)), rate=10.0, seconds=0.6, show=shown.append)
     await asyncio.to_thread(trial._chat, "no-such-model", "Hello?")
     await asyncio.to_thread(trial.run)
-    assert shown[-1].startswith("1 chats failed: ") and "no-such-model" in shown[-1]
+    assert shown[-1].startswith("1 chats failed: ") and "does not exist" in shown[-1]

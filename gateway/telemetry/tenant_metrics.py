@@ -43,8 +43,8 @@ class TenantCollector(Collector):
             tokens.add_metric(labels, count)
         text = "Ended requests by tenant."
         ended = CounterMetricFamily("tidemill_tenant_requests", text, labels=["tenant", "class"])
-        for labels, count in list(self._ended.items()):
-            ended.add_metric(labels, count)
+        for ends, count in list(self._ended.items()):
+            ended.add_metric(ends, count)
         text = "Requests that exceeded their tenant's limits (429)."
         refused = CounterMetricFamily("tidemill_tenant_refused_requests", text, labels=["tenant"])
         for name, count in _summed(

@@ -83,8 +83,9 @@ class Timeline:
                 self._minutes.append(self._current)
                 self._unwritten.append(self._current)
             self._current = Minute(self._minute())
-        for name, count in counts.items() if self._counts is not None else ():
-            grown = count - self._counts.get(name, 0)  # a counter that fell is that of another engine process
+        before = self._counts or counts
+        for name, count in counts.items():
+            grown = count - before.get(name, 0)  # a counter that fell is that of another engine process
             setattr(self._current, name, getattr(self._current, name) + (grown if grown >= 0 else count))
         if why := _pause(stats):
             self._current.paused += min(max(0.0, now - self._looked_at), MAX_STEP)

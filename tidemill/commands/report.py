@@ -38,11 +38,12 @@ def report_text(
     kept = f"{sums['good'] / chats:.1%} of {chats:,} chats within their limits" if chats else "no chat"
     refused = f", {sums['refused']:,} refused" if sums["refused"] else ""
     worth = (sums["prompt"] * price_in + sums["output"] * price_out) / 1e6
-    value = f", worth {worth:,.2f}" if worth else ""
+    tokens = f"{sums['output']:,} output and {sums['prompt']:,} prompt tokens"
+    tokens += f", worth {worth:,.2f}" if worth else ""
     paused = [f"{duration_text(seconds)} ({why})" for why, seconds in pauses.most_common(3) if seconds >= 1]
     return "\n".join((
         f"since {time.strftime('%a %H:%M', time.localtime(now - hours * 3600))}: {kept}{refused}",
-        f"batch work: {sums['answers']:,} answers, {sums['output']:,} output and {sums['prompt']:,} prompt tokens{value}",
+        f"batch work: {sums['answers']:,} answers, {tokens}",
         f"paused for chats: {'; '.join(paused) or 'never'}",
         f"batches: {_batches(batches, now, hours)}",
     ))  # fmt: skip
