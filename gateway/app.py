@@ -210,7 +210,7 @@ def _add_batches(
     )
     ownership = Ownership(folder.store, keys)
     notifier = Notifier(folder.store, read_target(os.environ))
-    worker.on_end = notifier.wake
+    worker.on_end, worker.lanes.on_risk = notifier.wake, notifier.warn
     tenants = TenantExchange(
         folder, keys, context.admissions, context.config.host, limits.beat_seconds, context.keys_changed
     )

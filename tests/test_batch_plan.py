@@ -349,6 +349,8 @@ async def test_a_job_that_cannot_make_it_is_told_so_and_its_lines_go_first(
 ) -> None:
     async with batch_server(tokenizer, tmp_path, hold_after=0) as (served, client):
         measured(served.app.state.batches.jobs)
+        warned: list[BatchJob] = []
+        served.app.state.batches.jobs.lanes.on_risk = warned.append
         created = await submit(client, jsonl(line(i) for i in range(20)), completion_window="60s", metadata={"a": "b"})
         assert created.metadata is not None and created.metadata["a"] == "b"
         assert "will not finish" in created.metadata["tidemill.warning"], "a warning, no refusal"
@@ -357,7 +359,7 @@ async def test_a_job_that_cannot_make_it_is_told_so_and_its_lines_go_first(
         while (running.metadata or {}).get("tidemill.at_risk") != "true":
             await asyncio.sleep(0.01)
             running = await client.batches.retrieve(created.id)
-        assert served.engine.lanes == {created.id: Lane.AT_RISK}
+        assert served.engine.lanes == {created.id: Lane.AT_RISK} and [batch.id for batch in warned] == [created.id]
         metrics = (await get(served, "/metrics")).text
         assert "tidemill_batch_jobs_at_risk 1.0" in metrics
         listed = [batch async for batch in client.batches.list()]

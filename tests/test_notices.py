@@ -187,6 +187,23 @@ async def test_the_end_of_a_batch_calls_the_url(
         assert json.loads(body)["object"] == "event" and len(receiver.seen) == 1
 
 
+async def test_a_batch_at_risk_is_reported_once_and_not_again(receiver: type[Receiver]) -> None:
+    secret = b"0123456789abcdef01234567"
+    notifier = Notifier(None, ReportTarget(url=receiver.url, secret=secret))  # type: ignore[arg-type]  # no end comes
+    batch = BatchJob(BATCH, "t", "/v1/completions", "file-a", "24h", 0, 1)
+    for _ in range(3):
+        notifier.warn(batch)
+    await eventually(lambda: notifier.attempts["delivered"] == 1)
+    ((headers, body),) = receiver.seen
+    event = json.loads(body)
+    assert (event["type"], event["data"]["id"]) == ("batch.at_risk", BATCH)
+    assert headers["webhook-id"] == event["id"] != BATCH.replace("batch_", "evt_"), "the event of the end has another id"
+    receiver.statuses = [500]
+    notifier.warn(BatchJob("batch_" + "1" * 32, "t", "/v1/completions", "file-a", "24h", 0, 1))
+    await eventually(lambda: notifier.attempts["failed"] == 1)
+    Notifier(None, None).warn(batch)  # type: ignore[arg-type]
+
+
 async def test_the_end_of_a_batch_runs_the_command(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -271,6 +271,8 @@ class LaneUpdater:
         self._forecast = forecast
         self._set_lane = set_lane
         self._changed = asyncio.Event()
+        self.on_risk: Callable[[BatchJob], None] = lambda _: None
+        """Called when a batch becomes at risk."""
 
     async def run(self) -> None:
         while True:
@@ -298,5 +300,7 @@ class LaneUpdater:
             outlook = self._forecast.outlooks.get(job.batch.id)
             if outlook is not None and outlook.at_risk is not job.at_risk:
                 job.at_risk = outlook.at_risk
+                if job.at_risk:
+                    self.on_risk(job.batch)
                 self._set_lane(job.batch.id, job.lane)
                 self._run.offer(job)

@@ -1,4 +1,5 @@
 """Report the end of each batch to the target of TIDEMILL_ON_BATCH_END: a command, or a URL that gets a signed event.
+A batch that may miss its window is reported once before, without a second attempt, in the state `at_risk`.
 
 A report is stored in the transaction that ends the batch, and removed after its last attempt, so that a crash loses
 none; a crash during an attempt repeats it. The event has the form of OpenAI's webhooks (Standard Webhooks).
@@ -27,7 +28,7 @@ import orjson
 from engine.errors import ConfigError
 from gateway.http.errors import log_unexpected
 from gateway.store.disk import StorageError
-from gateway.store.objects import Notice
+from gateway.store.objects import BatchJob, Notice
 from gateway.store.row_store import RowStore
 
 log = logging.getLogger("tidemill.gateway")
@@ -40,6 +41,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 MAX_ATTEMPTS = 12
 FIRST_PAUSE, PAUSE_FACTOR, MAX_PAUSE = 5, 4, 6 * 3600
 """Pauses between attempts in seconds: all attempts of a report take about 32 hours."""
+AT_RISK = "at_risk"
 OUTCOMES = ("delivered", "retried", "failed")
 """Outcomes of an attempt; after "failed" there is no further one."""
 LONGEST_SLEEP = 60.0
@@ -98,6 +100,8 @@ class Notifier:
         self._clock = clock
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._warned: set[str] = set()
+        self._warnings: set[asyncio.Task[None]] = set()
         self.attempts: Counter[str] = Counter()
         """Attempts by outcome, one of OUTCOMES."""
 
@@ -107,12 +111,29 @@ class Notifier:
     async def stop(self) -> None:
         """End the attempt in progress, which the next start repeats. Idempotent."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            tasks = [self._task, *self._warnings]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def wake(self) -> None:
         """Look for reports now: a batch has ended."""
         self._wake.set()
+
+    def warn(self, batch: BatchJob) -> None:
+        """Report a batch that has become at risk, unless it was reported already."""
+        if self._target is not None and batch.id not in self._warned:
+            self._warned.add(batch.id)
+            now = int(self._clock())
+            task = asyncio.create_task(self._warn(self._target, Notice(batch.id, batch.tenant, AT_RISK, now, 0, now)))
+            self._warnings.add(task)
+            task.add_done_callback(self._warnings.discard)
+
+    async def _warn(self, target: ReportTarget, notice: Notice) -> None:
+        failure = await (post_event(target, notice) if target.url else run_command(target, notice))
+        self.attempts["delivered" if failure is None else "failed"] += 1
+        if failure is not None:
+            log.warning("batch %s: the report that it is at risk failed: %s", notice.batch, failure)
 
     async def _run(self) -> None:
         while True:
@@ -163,6 +184,8 @@ async def post_event(target: ReportTarget, notice: Notice) -> str | None:
     The event's id is the same in every attempt, so that receivers can drop repetitions.
     """
     event_id, now = notice.batch.replace("batch_", "evt_", 1), int(time.time())
+    if notice.status == AT_RISK:
+        event_id += "_risk"
     kind, data = f"batch.{notice.status}", {"id": notice.batch}
     event = {"id": event_id, "object": "event", "created_at": notice.ended_at, "type": kind, "data": data}
     body = orjson.dumps(event)
