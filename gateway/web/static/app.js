@@ -30,7 +30,7 @@ const batches = new Batches({
 });
 const chat = new Chat({
   turns: byId("turns"), form: byId("ask"), prompt: byId("prompt"), send: byId("send"), tier: byId("tier"), models: byId("models"),
-  temperature: byId("temperature"), maxTokens: byId("max-tokens"), system: byId("system"), copy: byId("copy"), clear: byId("clear"),
+  temperature: byId("temperature"), topP: byId("top-p"), seed: byId("seed"), schema: byId("schema"), maxTokens: byId("max-tokens"), system: byId("system"), copy: byId("copy"), clear: byId("clear"),
 });
 
 function show(id, text, state = "") {

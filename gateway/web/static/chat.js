@@ -8,7 +8,7 @@ const KEPT = "tidemill-chat";
 
 export class Chat {
   constructor(elements) {
-    Object.assign(this, elements); // turns, form, prompt, send, tier, temperature, maxTokens, system, copy, clear, models
+    Object.assign(this, elements); // turns, form, prompt, send, tier, temperature, topP, seed, schema, maxTokens, system, copy, clear, models
     this.messages = [];
     this.running = null;
     this.form.addEventListener("submit", (event) => { event.preventDefault(); this.running ? this.running.abort() : this.ask(); });
@@ -45,7 +45,11 @@ export class Chat {
       stream_options: { include_usage: true },
       ...more,
     };
-    if (this.temperature.value !== "") body.temperature = Number(this.temperature.value);
+    for (const [name, field] of [["temperature", this.temperature], ["top_p", this.topP], ["seed", this.seed]]) {
+      if (field.value !== "") body[name] = Number(field.value);
+    }
+    const schema = this.schema.value.trim();
+    if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } };
     if (this.maxTokens.value !== "") body.max_tokens = Math.max(1, Math.round(Number(this.maxTokens.value)));
     if (this.tier.value !== "default") body.service_tier = this.tier.value;
     return body;
@@ -83,6 +87,15 @@ export class Chat {
   async ask() {
     const question = this.prompt.value.trim();
     if (!question || !this.models.value) return;
+    try {
+      JSON.parse(this.schema.value.trim() || "{}");
+      this.schema.setCustomValidity("");
+    } catch (error) {
+      this.schema.setCustomValidity(`not valid JSON: ${error.message}`);
+      this.schema.closest("details").open = true;
+      this.schema.reportValidity();
+      return;
+    }
     this.prompt.value = "";
     this.messages.push({ role: "user", content: question });
     this.write(this.turn("user"), question, "");
