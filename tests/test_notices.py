@@ -197,7 +197,9 @@ async def test_a_batch_at_risk_is_reported_once_and_not_again(receiver: type[Rec
     ((headers, body),) = receiver.seen
     event = json.loads(body)
     assert (event["type"], event["data"]["id"]) == ("batch.at_risk", BATCH)
-    assert headers["webhook-id"] == event["id"] != BATCH.replace("batch_", "evt_"), "the event of the end has another id"
+    assert headers["webhook-id"] == event["id"] != BATCH.replace("batch_", "evt_"), (
+        "the event of the end has another id"
+    )
     receiver.statuses = [500]
     notifier.warn(BatchJob("batch_" + "1" * 32, "t", "/v1/completions", "file-a", "24h", 0, 1))
     await eventually(lambda: notifier.attempts["failed"] == 1)

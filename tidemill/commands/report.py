@@ -8,7 +8,6 @@ from typing import Any
 from tidemill.client import TERMINAL, ServerClient
 from tidemill.progress import duration_text, eta_text
 
-
 MAX_BATCHES = 100
 """Number of newest batches in a report."""
 
