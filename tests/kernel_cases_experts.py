@@ -1,5 +1,5 @@
-"""Mixtures of experts: routing, grouped products, gates and sums against their twins. Run by test_kernels.py in a process
-of its own."""
+"""Mixtures of experts against their twins: routing, products, gates and sums. Run by test_kernels.py in a process of its
+own."""
 
 from pathlib import Path
 
