@@ -71,6 +71,27 @@ MODELS: dict[str, tuple[dict[str, object], torch.dtype | None]] = {
         },
         None,
     ),
+    "30B-A3B": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+            "mlp_only_layers": [], "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+            "max_position_embeddings": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        },
+        None,
+    ),
+    "gpt-oss-20b": (
+        {
+            "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+            "num_experts_per_tok": 4, "intermediate_size": 2880, "sliding_window": 64, "attention_bias": True,
+            "layer_types": ["sliding_attention", "full_attention"], "swiglu_limit": 7.0, "rms_norm_eps": 1e-5,
+            "rope_theta": 150000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        },
+        None,
+    ),
     "8B fp8": (SHAPES["8B"], None),
     "8B fp8 static": (SHAPES["8B"], None),
 }  # fmt: skip

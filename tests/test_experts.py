@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,20 @@ import torch
 from dry_device import WouldWaitError, dry_device
 from test_cuda_backend import on_a_gpu  # noqa: F401 - a fixture
 from test_cuda_runner import MetaTensors, driver_of
-from test_dry_device import counts_of, make_runner
+from test_dry_device import PAGE, counts_of, launches_of, make_runner
+from test_kernel_check import faulty
 from test_runner import crowd, run_in_waves
 from test_transformers_model import generated
+from torch import Tensor
 
 from engine.build.plan import plan_launch
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import self_test
 from engine.execution.cpu.device import TorchDevice
+from engine.execution.cuda.device import CudaDevice
+from engine.execution.cuda.kernel_check import KernelFaults, check_kernels, with_twins
+from engine.limits import Limits
 from engine.models import experts
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
@@ -30,6 +36,7 @@ from engine.models.hub import choose
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.transformers_model import load_model
 from engine.models.transformers_shape import load_shape
+from engine.triton_kernels import Kernels, configs, triton_kernels
 
 FAMILIES = [family.name for family in MIXTURES]
 
@@ -51,27 +58,62 @@ def test_layers_with_experts_equal_transformers(name: str, tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_no_step_with_experts_waits_for_the_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_transformers.save_config(name, tmp_path)
-    fetch = MetaTensors.fetch  # grouped products are of bfloat16
+@pytest.fixture
+def meta_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModelSpec]:
+    """The spec of a family whose tensors on the dry device are of bfloat16, as grouped products need them."""
+    fetch = MetaTensors.fetch
     monkeypatch.setattr(MetaTensors, "fetch", lambda *given: fetch(*given).bfloat16())
-    with dry_device() as dry:
-        runner = make_runner(load_spec(tmp_path))
+
+    def make(name: str) -> ModelSpec:
+        tiny_transformers.save_config(name, tmp_path)
+        return load_spec(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize("arch", [89, 90])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_step_with_experts_waits_for_the_device(
+    name: str, arch: int, meta_of: Callable[[str], ModelSpec]
+) -> None:
+    """Nor for the compiler, with few rows of an expert or with many; on other cards torch's product would."""
+    spec = meta_of(name)
+    with dry_device(arch) as dry:
+        runner = make_runner(spec)
         assert runner.device.num_graphs == runner.device.num_shapes
+        assert ("_grouped_mm" in dry.launched) is (arch == 90) is not ("grouped_product_kernel" in dry.launched)
         dry.sealed = True
         assert [each["graphs"] for each in counts_of(dry, runner, "greedy")] == [1] * 5
-    with dry_device(89) as dry:
-        with pytest.raises(WouldWaitError, match="offsets of groups"):
-            make_runner(load_spec(tmp_path))  # no capture may wait
-        with pytest.raises(WouldWaitError, match="offsets of groups"):
-            counts_of(dry, make_runner(load_spec(tmp_path), graphs=False), "greedy")
+    with dry_device(arch) as dry:
+        runner = make_runner(spec, graphs=False, tokens=96)
+        dry.sealed = True
+        counts_of(dry, runner, "greedy")
+        runner.device.run_padding(91, 1)
+    by_torch = with_twins(triton_kernels(), ["grouped_product"])
+    if arch == 89:
+        with dry_device(arch) as dry:
+            with pytest.raises(WouldWaitError, match="offsets of groups"):
+                make_runner(spec, kernels=by_torch)  # no capture may wait
+            with pytest.raises(WouldWaitError, match="offsets of groups"):
+                counts_of(dry, make_runner(spec, graphs=False, kernels=by_torch), "greedy")
+
+
+@pytest.mark.parametrize(("arch", "most"), [(80, 13), (90, 14), (120, 13)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_launches_of_a_layer_with_experts(
+    name: str, arch: int, most: int, meta_of: Callable[[str], ModelSpec]
+) -> None:
+    """Where torch multiplies, it gets a copy of the rows."""
+    layer, _ = launches_of(meta_of(name), 2, arch)
+    assert len(layer) == most and layer.count("_grouped_mm" if arch == 90 else "grouped_product_kernel") == 2
+    kernels = {each.removesuffix("_kernel") for each in layer if each.endswith("_kernel")}
+    assert all(f"**{kernel}**" in PAGE.read_text() for kernel in kernels)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-@pytest.mark.parametrize(("arch", "graphs"), [((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
-def test_a_capture_that_must_fail_is_not_tried(
-    arch: tuple[int, int], graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("arch", [(8, 0), (9, 0), (12, 0)])
+def test_captures_are_tried_on_every_card(
+    arch: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 10**10))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: arch)
@@ -79,10 +121,33 @@ def test_a_capture_that_must_fail_is_not_tried(
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "torch_dtype": "bfloat16"}))
     plan = plan_launch(EngineConfig(model=str(tmp_path), load_format="dummy"))
-    line = (
-        f"steps run without CUDA graphs: torch multiplies experts one by one on compute capability {arch[0]}.{arch[1]}"
-    )
-    assert plan.implementation == "own" and plan.graphs is graphs and (line in plan.notes) is not graphs
+    assert plan.implementation == "own" and plan.graphs
+
+
+def test_a_product_that_fails_at_the_start_runs_by_torch_and_without_graphs(tmp_path: Path) -> None:
+    """Products of few rows and of many are tried; other kernels of experts leave the graphs as they are."""
+    tiny_transformers.save("gpt_oss", tmp_path, num_hidden_layers=2)
+    spec, rows = load_spec(tmp_path), set[int]()
+    weights = load_weights(spec, tmp_path)
+
+    def check(kernels: Kernels) -> KernelFaults:
+        def make(small: ModelSpec, few: Limits, given: Kernels, graphs: bool) -> CudaDevice:
+            return CudaDevice(small, weights, given, few, graphs=False)
+
+        return check_kernels(spec, Limits(4, 64, 256, 0, 16), kernels, make, graphs=True)
+
+    def fails_for_many(right: Callable[..., Tensor], x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
+        rows.add(len(others[1]) if len(others) == 2 else len(x))
+        if len(x) > configs.FEW_ROWS * len(weight):
+            raise RuntimeError("out of resource")
+        return right(x, weight, *others)
+
+    faults = check(faulty("grouped_product", fails_for_many))
+    assert faults.kernels == {"grouped_product": "raised RuntimeError: out of resource"}
+    assert min(rows) <= configs.FEW_ROWS * 4 < max(rows)
+    assert "without CUDA graphs: the twin of grouped_product waits for the device" in faults.lines[-1]
+    wrong = check(faulty("sum_experts", lambda right, *given: 1.1 * right(*given)))
+    assert list(wrong.kernels) == ["sum_experts"] and "captures failed" in wrong.graphs
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -21,11 +21,12 @@ from support.fuzz import examples
 from engine.triton_kernels import configs, triton_kernels, twins
 from engine.triton_kernels.work import DecodeWork, PrefillWork
 
-CASES = [("attention",), ("engine",), ("cache", "int8", "rows", "lora")]
+CASES = [("attention",), ("engine",), ("cache", "int8", "rows", "lora"), ("experts",)]
 """Names of files kernel_cases_<name>.py that run in one process."""
 TINY = (
     "attention.py::test_prefill_sees_a_window[1]",
     "cache.py::test_unit_copy_within_the_pool",
+    "experts.py::test_grouped_product[(5, 8, 2, 40, 72)-torch.float16]",
     "int8.py::test_prefill_reads_no_scale_before_its_window[0]",
     "lora.py::test_lora_add[24-40-torch.float32]",
     "rows.py::test_layer_norm_of_rows_far_from_zero",

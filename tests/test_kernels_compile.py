@@ -17,6 +17,8 @@ from dry_device import META  # noqa: E402
 from support.tables import mostly_slow  # noqa: E402
 
 from engine.models.attention import Manner, PoolView  # noqa: E402
+from engine.models.experts import Routing  # noqa: E402
+from engine.models.spec import ExpertSizes  # noqa: E402
 from engine.triton_kernels import configs  # noqa: E402
 from engine.triton_kernels.attention import (  # noqa: E402
     decode_attention,
@@ -33,6 +35,12 @@ from engine.triton_kernels.draw import (  # noqa: E402
     draw,
     penalise,
     token_mask,
+)
+from engine.triton_kernels.experts import (  # noqa: E402
+    clamped_swiglu,
+    grouped_product,
+    route_experts,
+    sum_experts,
 )
 from engine.triton_kernels.lora import lora_add  # noqa: E402
 from engine.triton_kernels.norms import (  # noqa: E402
@@ -273,6 +281,41 @@ def test_unpacking_of_4_bits(arch: int) -> None:
     tiles, places = meta(512, 32, 32, 4, dtype=torch.int32), meta(1024, dtype=torch.int64)
     (binary,) = launched(arch, unpack_tiles, tiles, places, meta(32, 4096, 2))
     assert binary.stack == 0 and binary.registers <= 96
+
+
+MIXTURES = {
+    "Qwen3-30B-A3B": (2048, ExpertSizes(128, 8, 768, normalised=True, rounded=False)),
+    "gpt-oss-20b": (2880, ExpertSizes(32, 4, 2880, normalised=True, rounded=True, clamp=(1.702, 7.0))),
+}
+"""Hidden size and experts."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 89, 90, 120])
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("tokens", [64, 4096], ids=["few", "many"])
+def test_experts(tokens: int, name: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of few and of many rows; where torch would multiply, too."""
+    monkeypatch.setattr(configs, "groups_by_torch", lambda _device: False)
+    hidden, sizes = MIXTURES[name]
+    rows, ends = tokens * sizes.per_token, meta(sizes.total, dtype=torch.int32)
+    number, places = meta(rows, dtype=torch.int32), meta(tokens, sizes.per_token, dtype=torch.int32)
+    up, down = meta(sizes.total, 2 * sizes.width, hidden), meta(sizes.total, hidden, sizes.width)
+    binaries = launched(arch, grouped_product, meta(tokens, hidden), up, ends, number)
+    binaries += launched(arch, grouped_product, meta(rows, sizes.width), down, ends)
+    assert len(binaries) == 2
+    for binary in binaries:
+        check(binary, arch)
+        check_wide_copies(binary)
+        assert binary.instructions("HGMMA" if arch == 90 and tokens > 64 else "HMMA")
+    shares = meta(tokens, sizes.per_token, dtype=torch.bfloat16 if sizes.rounded else torch.float32)
+    bias, routed = sizes.clamp and meta(sizes.total, hidden), Routing(shares, ends, number, number, places)
+    others = launched(arch, route_experts, meta(tokens, sizes.total), sizes)
+    others += launched(arch, sum_experts, meta(rows, hidden), bias, routed)
+    if sizes.clamp:
+        wide = meta(rows, 2 * sizes.width), meta(sizes.total, 2 * sizes.width)
+        others += launched(arch, clamped_swiglu, *wide, number, sizes.clamp)
+    assert all(each.stack == 0 and each.registers <= 64 for each in others)
 
 
 @pytest.mark.slow

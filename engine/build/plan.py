@@ -241,13 +241,11 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
     if refusal := backend.config_refusal(config):
         raise ConfigError(refusal)
     dtype, note = (config.dtype, None) if config.dtype != "auto" else backend.choose_dtype(spec, config)
-    eager = backend.graph_refusal(spec)
     foreign = choice.implementation == TRANSFORMERS
     _check_model(config, choice, backend, dtype)
     by = f"transformers' modules run {spec.architecture}: {choice.why}" if foreign else None
     by_kernels = config.kernels != "torch"
     refusal = backend.refusal(spec, dtype) if by_kernels else None
-    without_graphs = f"steps run without CUDA graphs: {eager}" if eager else None
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
     quantization, unrounded = _quantization(config, choice, backend), None
     if quantization in (STORED_FLOATS, *COMPACT):
@@ -283,11 +281,9 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
         memory_utilization=config.gpu_memory_utilization,
         droppable=config.overload == "drop",
         by_kernels=by_kernels,
-        graphs=config.kernels == "auto" and eager is None,
+        graphs=config.kernels == "auto",
         beside=beside,
-        notes=tuple(
-            filter(None, (by, *spec.notes, note, slow, without_graphs, unrounded, *_notes(spec, max_model_len)))
-        ),
+        notes=tuple(filter(None, (by, *spec.notes, note, slow, unrounded, *_notes(spec, max_model_len)))),
     )
     plan = _with_adapters(_with_offload(_with_storage(plan, config), config), config)
     plan = replace(plan, limits=replace(plan.limits, padding=backend.padding(plan)))

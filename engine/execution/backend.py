@@ -91,11 +91,6 @@ class Backend(Protocol):
         del config
         return "they need a GPU"
 
-    def graph_refusal(self, spec: ModelShape) -> str | None:
-        """Return why steps of this model cannot run from graphs on this device; None if they can."""
-        del spec
-        return None
-
     def keeps_bits(self, packing: Packing, unpacked_bytes: int, memory_utilization: float) -> bool:
         """Return whether layers of a GPU use the 4 bits, or the blocks of 8-bit floats, of a checkpoint.
 

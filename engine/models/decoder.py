@@ -7,16 +7,14 @@ a layer, which may be streamed.
 """
 
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models import torch_ops
+from engine.models import experts, torch_ops
 from engine.models.compact import Float8Linear, RoundedRows
-from engine.models.experts import mixed, route
 from engine.models.linear import Linear
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
@@ -57,8 +55,6 @@ class Decoder:
         self._embedding_scale = embedding_scale(spec, weights.embedding.dtype)
         gates = {"silu": ops.silu_and_mul, "gelu_tanh_gated": ops.gelu_tanh_and_mul}
         self._activation = (torch_ops.ACTIVATIONS | gates)[spec.activation]
-        if spec.experts is not None and spec.experts.clamp is not None:
-            self._activation = partial(torch_ops.clamped_swiglu, clamp=spec.experts.clamp)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the hidden state [T, H] of token_ids [T] at positions [T]."""
@@ -154,14 +150,21 @@ class Decoder:
 
     def _run_experts(self, layer: LayerWeights, router: Linear, x: Tensor | RoundedRows) -> Tensor:
         """Return the weighted sum of each token's experts, without waiting for the device."""
-        sizes = self.spec.experts
+        sizes, ops = self.spec.experts, self._ops if self._fuses else experts
         assert sizes is not None and isinstance(x, Tensor), "experts have inputs of the model's type"
-        weights, chosen = route(router(x), sizes)
-        up, down = (
+        (up, up_bias), (down, down_bias) = (
             (weight.view(sizes.total, -1, weight.shape[1]), None if bias is None else bias.view(sizes.total, -1))
             for weight, bias in (each.dense_from(0) for each in (layer.up, layer.down))
         )
-        return mixed(x, up, down, self._activation, weights, chosen)
+        routed = ops.route_experts(router(x), sizes)
+        wide = ops.grouped_product(x, up, routed.ends, routed.tokens)
+        if sizes.clamp is None:
+            assert up_bias is None, "only clamped gates add a bias"
+            inner = self._activation(wide)
+        else:
+            inner = ops.clamped_swiglu(wide, up_bias, routed.numbers, sizes.clamp)
+        summed: Tensor = ops.sum_experts(ops.grouped_product(inner, down, routed.ends), down_bias, routed)
+        return summed
 
     def _add_norm(
         self,

@@ -1,13 +1,14 @@
 """Mixtures of experts. Rows are sorted by expert, so that each expert is computed once for all its rows.
 
-Native families on a GPU use torch's grouped product over the stacked weights (`mixed`). On a CPU the experts of
-transformers modules are replaced (`replace_experts`): each has linear layers of its own, and only those with rows run.
+Native families on a GPU multiply the stacked weights in one grouped product, without a wait for the device. On a CPU
+the experts of transformers modules are replaced (`replace_experts`): each has linear layers of its own, and only those
+with rows run.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,36 +26,59 @@ _ROWS = 5  # of the comparison with transformers
 _ALLOWED = 16  # error of one row, in units of the type's step at the largest value
 
 
-def route(logits: Tensor, sizes: ExpertSizes) -> tuple[Tensor, Tensor]:
-    """Return weights and numbers [T, per_token] of each token's experts from the router's logits [T, experts]."""
-    weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(sizes.per_token, -1)
-    if sizes.normalised:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(logits.dtype) if sizes.rounded else weights, chosen
+class Routing(NamedTuple):
+    """Experts of T tokens, as R = T * per_token rows that are sorted by expert, then by token.
 
-
-Stack = tuple[Tensor, Tensor | None]
-"""Weight [experts, out, in] and bias [experts, out] of a linear layer of all experts."""
-
-
-def mixed(
-    x: Tensor, up: Stack, down: Stack, activation: Callable[[Tensor], Tensor], weights: Tensor, chosen: Tensor
-) -> Tensor:
-    """Return the weighted sum of experts `chosen` [T, k] for x [T, H]; nothing waits for the device.
-
-    up [experts, 2 * width, H], down [experts, H, width]; `activation` of a gate and what it multiplies.
+    Attributes:
+        shares: Weights [T, per_token] of a token's experts.
+        ends: Ends [experts] int32 of their groups of rows.
+        tokens: Token [R] int32 of each row.
+        numbers: Expert [R] int32 of each row.
+        places: Rows [T, per_token] int32 of each token.
     """
-    order = chosen.flatten().argsort(stable=True)
-    every = torch.arange(len(up[0]), device=x.device)
-    ends = (chosen.flatten()[:, None] == every).sum(0).cumsum(0, dtype=torch.int32)
-    rows = x.index_select(0, order // chosen.shape[1])
 
-    def apply(stack: Stack, rows: Tensor) -> Tensor:
-        weight, bias = stack
-        result = functional.grouped_mm(rows, weight.mT, offs=ends)
-        return result if bias is None else result + bias.index_select(0, chosen.flatten().index_select(0, order))
+    shares: Tensor
+    ends: Tensor
+    tokens: Tensor
+    numbers: Tensor
+    places: Tensor
 
-    return _summed(apply(down, activation(apply(up, rows))), order, weights).to(x.dtype)
+
+def route_experts(logits: Tensor, sizes: ExpertSizes) -> Routing:
+    """Choose the experts of each token, of equal ones the first, from the router's logits [T, experts]."""
+    values, order = logits.float().sort(dim=-1, descending=True, stable=True)
+    shares, chosen = values.softmax(-1)[:, : sizes.per_token], order[:, : sizes.per_token].flatten()
+    if sizes.normalised:
+        shares = shares / shares.sum(-1, keepdim=True)
+    sources = chosen.argsort(stable=True)
+    every = torch.arange(sizes.total, device=logits.device)
+    ends = (chosen[:, None] == every).sum(0).cumsum(0, dtype=torch.int32)
+    found = sources // sizes.per_token, chosen.index_select(0, sources), sources.argsort().view(shares.shape)
+    shares = shares.to(logits.dtype) if sizes.rounded else shares.contiguous()
+    return Routing(shares, ends, *(each.to(torch.int32) for each in found))
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """Return [R, out], each group of rows of x, or of rows `tokens` of x, times its weight of [experts, out, in]."""
+    return functional.grouped_mm(x if tokens is None else x.index_select(0, tokens), weight.mT, offs=ends)
+
+
+def clamped_swiglu(x: Tensor, bias: Tensor, numbers: Tensor, clamp: tuple[float, float]) -> Tensor:
+    """Return gate · sigmoid(gain · gate) · (up + 1) of x + bias[numbers], the gate at most `limit`, up within ±limit.
+
+    x [R, 2·F], gate first -> [R, F]; bias [experts, 2·F]; numbers [R]; `clamp`: gain and limit.
+    """
+    (gate, up), (gain, limit) = (x + bias.index_select(0, numbers)).chunk(2, -1), clamp
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1).mul_(gate * torch.sigmoid(gate * gain))
+
+
+def sum_experts(x: Tensor, bias: Tensor | None, routed: Routing) -> Tensor:
+    """Return the sums [T, H] of each token's rows of x [R, H], plus the bias [experts, H] of their expert, times their
+    shares."""
+    shifted = x if bias is None else x + bias.index_select(0, routed.numbers)
+    rows = shifted.index_select(0, routed.places.flatten()).view(*routed.places.shape, -1)
+    return (rows * routed.shares[:, :, None]).sum(1).to(x.dtype)
 
 
 def _summed(result: Tensor, order: Tensor, weights: Tensor) -> Tensor:

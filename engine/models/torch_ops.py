@@ -112,16 +112,6 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh").mul_(up)
 
 
-def clamped_swiglu(x: Tensor, clamp: tuple[float, float]) -> Tensor:
-    """Return gate · sigmoid(gain · gate) · (up + 1), with the gate at most `limit` and up within ±limit.
-
-    x [T, 2·F], gate first -> [T, F]; `clamp`: gain and limit.
-    """
-    (gate, up), (gain, limit) = x.chunk(2, -1), clamp
-    gate = gate.clamp(max=limit)
-    return (up.clamp(-limit, limit) + 1).mul_(gate * torch.sigmoid(gate * gain))
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_and_mul,
     "gelu_tanh_gated": gelu_tanh_and_mul,

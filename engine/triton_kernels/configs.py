@@ -66,6 +66,15 @@ _PREFILL = {
 _DECODE_FLOAT32 = LaunchConfig(16, 16, 4, 2)
 _PREFILL_FLOAT32 = LaunchConfig(32, 16, 8, 2)
 
+FEW_ROWS = 16
+"""Rows of an expert, on average, up to which products of sorted rows have the smallest tiles."""
+_FEW_GROUPED = LaunchConfig(FEW_ROWS, 64, 4, 4), 64
+_MANY_GROUPED = LaunchConfig(64, 128, 4, 3), 64
+_GROUPED_FLOAT32 = LaunchConfig(16, 32, 4, 2), 32
+"""Products of sorted rows: rows by outputs, and inputs at a time. Within 72 KB of shared memory, not measured."""
+_GROUPED_ARCHS = (9, 10)
+"""Major compute capabilities on which torch multiplies all experts in one product; elsewhere it waits for the host."""
+
 FLAT = LaunchConfig(1, 1024, 4, 1)
 """Element-wise kernels: 1,024 elements per program, 8 per thread."""
 BEGIN = LaunchConfig(1, 32, 4, 1)
@@ -133,6 +142,18 @@ def prefill_config(arch: int, head_dim: int, dtype: torch.dtype, *, int8: bool =
         return _PREFILL_FLOAT32
     row = _PREFILL[_table_arch(arch), _padded_head_dim(head_dim)]
     return replace(row, block_n=max(16, min(32, row.block_n // 2))) if int8 else row
+
+
+def grouped_config(rows: int, experts: int, dtype: torch.dtype) -> tuple[LaunchConfig, int]:
+    """Return the tile of a product of sorted rows, and the inputs at a time."""
+    if dtype.itemsize == 4:
+        return _GROUPED_FLOAT32
+    return _FEW_GROUPED if rows <= FEW_ROWS * experts else _MANY_GROUPED
+
+
+def groups_by_torch(device: torch.device) -> bool:
+    """Return whether torch multiplies sorted rows with all experts in one product on this device."""
+    return is_cuda(device) and device_arch(device) // 10 in _GROUPED_ARCHS
 
 
 def merged_splits(width: int) -> int:

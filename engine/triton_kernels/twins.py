@@ -15,6 +15,7 @@ from torch.nn import functional
 from engine.models.attention import PLAIN, Manner, PoolView
 from engine.models.byte_cells import ByteSlices, dequantize, is_bytes
 from engine.models.compact import round_rows, scale_rows
+from engine.models.experts import clamped_swiglu, grouped_product, route_experts, sum_experts
 from engine.models.torch_ops import (
     add_layer_norm,
     add_rms_norm,
@@ -26,13 +27,13 @@ from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
 
 __all__ = [
-    "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "begin_step", "count_tokens",
-    "decode_attention", "draw", "embed_tokens", "gelu_tanh_and_mul", "hidden_gather", "hidden_write", "lora_add",
-    "penalise", "prefill_attention", "rope_cache_write", "silu_and_mul", "silu_and_mul_rounded", "softcap",
-    "token_mask", "unit_copy",
+    "accept_tokens", "add_layer_norm", "add_rms_norm", "add_rms_norm_rounded", "begin_step", "clamped_swiglu",
+    "count_tokens", "decode_attention", "draw", "embed_tokens", "gelu_tanh_and_mul", "grouped_product",
+    "hidden_gather", "hidden_write", "lora_add", "penalise", "prefill_attention", "rope_cache_write", "route_experts",
+    "silu_and_mul", "silu_and_mul_rounded", "softcap", "sum_experts", "token_mask", "unit_copy",
 ]  # fmt: skip
 
-WAITING = frozenset(("decode_attention", "lora_add", "prefill_attention", "rope_cache_write"))
+WAITING = frozenset(("decode_attention", "grouped_product", "lora_add", "prefill_attention", "rope_cache_write"))
 _QUERIES = 64
 """Queries that attend at once, which limits the memory of their scores."""
 

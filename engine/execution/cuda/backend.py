@@ -47,8 +47,6 @@ from engine.triton_kernels import Kernels, triton_kernels
 
 log = logging.getLogger("tidemill.engine")
 
-_GROUPED_ARCHS = (9, 10)
-"""Major compute capabilities on which torch multiplies all experts in one grouped product."""
 _STEP_BYTES = 2**30  # estimate of a step's memory besides weights and cache
 _OLDEST_ARCH = (8, 0)
 _BLOCKS_ARCH = (9, 0)
@@ -122,15 +120,6 @@ class CudaBackend(Backend):
         if found := next((flag for flag, given in flags.items() if given), None):
             return f"they run without {found}"
         return "they need compute capability 8.0" if torch.cuda.get_device_capability() < _OLDEST_ARCH else None
-
-    def graph_refusal(self, spec: ModelShape) -> str | None:
-        """See Backend. Elsewhere torch's grouped product copies the offsets of experts to the host."""
-        if not isinstance(spec, ModelSpec) or spec.experts is None:
-            return None
-        major, minor = torch.cuda.get_device_capability()
-        if major in _GROUPED_ARCHS:
-            return None
-        return f"torch multiplies experts one by one on compute capability {major}.{minor}"
 
     def keeps_bits(self, packing: Packing, unpacked_bytes: int, memory_utilization: float) -> bool:
         """See Backend. Without products of blocks, a step would unpack all of them: only if the weights fit no other

@@ -378,7 +378,7 @@ class CudaDevice:
         self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device, second)
         self._sampling = Sampling(self.rows, kernels, self._buffers, spec.vocab_size, device)
         self._buckets = Buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._kernels = kernels
+        self._kernels, self._max_tokens = kernels, limits.max_num_batched_tokens
         self.decoder = self._forward.decoder
         self.beyond: NextStage | None = None
         self._stage = Stage(self._forward, self.stream, self._fill_and_upload, limits.max_num_batched_tokens)
@@ -570,6 +570,8 @@ class CudaDevice:
     def warm_up(self) -> None:
         """Compile every variant of every kernel: it takes seconds, during which no token would be produced. The pool
         must be unused."""
+        if self.decoder.spec.experts is not None:
+            self.run_padding(self._max_tokens, 1)  # products of many rows have other tiles than those of few
         shape, none = self._buckets.exact(2, 1), np.zeros(0, dtype=np.int64)
         bits = np.full((1, -(-self._forward.logits.shape[1] // 32)), -1, dtype=np.int32)
         masks = StepMasks(np.zeros(1, dtype=np.int64), bits, np.zeros(1, dtype=np.int64), none)

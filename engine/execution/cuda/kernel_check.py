@@ -96,7 +96,7 @@ MakeDevice = Callable[[ModelSpec, Limits, Kernels, bool], CudaDevice]
 
 def check_kernels(spec: ModelSpec, limits: Limits, kernels: Kernels, make: MakeDevice, *, graphs: bool) -> KernelFaults:
     """Compare kernels and graphs of a model on its device. Raise ConfigError if a kernel disables the device."""
-    small, few = _first_layers(spec), _few(limits)
+    small, few = _first_layers(spec), _few(spec, limits)
     trial = KernelTrial(kernels)
     probe(make(small, few, trial.kernels, False), small, few)
     waits = [name for name in trial.faults if name in twins.WAITING]
@@ -275,14 +275,20 @@ def _first_layers(spec: ModelSpec) -> ModelSpec:
     return replace(spec, num_layers=min(count, spec.num_layers), windows=spec.windows[:count])
 
 
-def _few(limits: Limits) -> Limits:
+def _chunk_of(spec: ModelSpec) -> int:
+    """Return the tokens of the chunk; with experts so many that their products have tiles of many rows."""
+    sizes = spec.experts
+    return _CHUNK if sizes is None else max(_CHUNK, configs.FEW_ROWS * sizes.total // sizes.per_token + 1)
+
+
+def _few(spec: ModelSpec, limits: Limits) -> Limits:
     """Return the limits of a device for `probe`."""
-    rows = min(_ROWS, limits.max_num_seqs)
-    longest = min(_LONG_PAST + _CHUNK, limits.max_model_len)
+    rows, chunk = min(_ROWS, limits.max_num_seqs), _chunk_of(spec)
+    longest = min(_LONG_PAST + chunk, limits.max_model_len)
     blocks = rows + sum(
         -(-min(each + _DECODES, longest) // limits.block_size) for each in (*_PASTS[: rows - 1], longest)
     )
-    tokens = max(rows, min(rows + _CHUNK, limits.max_num_batched_tokens))
+    tokens = max(rows, min(rows + chunk, limits.max_num_batched_tokens))
     return Limits(rows, tokens, longest, blocks * UNITS_PER_BLOCK, limits.block_size)
 
 
@@ -292,7 +298,7 @@ def probe(device: CudaDevice, spec: ModelSpec, limits: Limits) -> list[Tensor]:
     The last steps have a LoRA adapter, and hidden state in the cache, if the device takes them.
     """
     last, longest = limits.max_num_seqs - 1, limits.max_model_len
-    chunk = min(_CHUNK, limits.max_num_batched_tokens - last, longest // 2)
+    chunk = min(_chunk_of(spec), limits.max_num_batched_tokens - last, longest // 2)
     past = min(_LONG_PAST, longest - chunk)
     pasts = [min(each, longest - _DECODES) for each in _PASTS[:last]]
     requests = _requests([*(each + _DECODES for each in pasts), past + chunk], spec.vocab_size, limits)
