@@ -15,7 +15,7 @@ from test_cuda_backend import on_a_gpu  # noqa: F401 - a fixture
 from test_cuda_runner import MetaTensors, driver_of
 from test_dry_device import counts_of, make_runner
 from test_runner import crowd, run_in_waves
-from test_transformers_model import generated
+from tiny_models import generated
 
 from engine.build.plan import plan_launch
 from engine.config import EngineConfig
