@@ -91,7 +91,7 @@ def make_driver(
     num_blocks: int = 200,
     patience: float = 60.0,
     lone_patience: float = 0.0,
-    max_forced: int = MAX_FORCED,
+    most: int = MAX_FORCED,
 ) -> Driver:
     """`backend` may be followed by " ahead": steps are scheduled ahead."""
     name, _, ahead = backend.partition(" ")
