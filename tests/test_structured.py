@@ -87,11 +87,7 @@ def json_grammar(schema: Any, whitespace: str | None = None) -> Grammar:
 
 
 def make_driver(
-    backend: str,
-    num_blocks: int = 200,
-    patience: float = 60.0,
-    lone_patience: float = 0.0,
-    most: int = MAX_FORCED,
+    backend: str, num_blocks: int = 200, patience: float = 60.0, lone_patience: float = 0.0, most: int = MAX_FORCED
 ) -> Driver:
     """`backend` may be followed by " ahead": steps are scheduled ahead."""
     name, _, ahead = backend.partition(" ")
