@@ -3,8 +3,9 @@
 Steps are launched as soon as they are scheduled, as the engine's loop does.
 """
 
+import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -240,6 +241,12 @@ async def submit_one(engine: Engine, request: EngineRequest) -> OutputStream:
 async def outputs_of(engine: Engine, request: EngineRequest) -> AsyncIterator[RequestOutput]:
     async for output in await submit_one(engine, request):
         yield output
+
+
+async def until(condition: Callable[[], bool], pause: float = 0.001) -> None:
+    """Wait for a state that nobody has an event for."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(pause)
 
 
 def is_error(output: RequestOutput, kind: type[TidemillError]) -> bool:

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from driver import submit_one
+from driver import submit_one, until
 from test_process import engine_process
 
 from engine import flight
@@ -112,5 +112,4 @@ async def test_a_disk_that_is_full_costs_the_recording_only(tmp_path: Path, capl
     flights = Flights(tmp_path / "flights", "demo")
     info = EngineInfo(512, 405, frozenset(), "scripted", "none", "none", 0)
     flights.keep("killed", info, ENTRIES)
-    while "could not be written" not in caplog.text:  # noqa: ASYNC110 - a thread says it
-        await asyncio.sleep(0.01)
+    await until(lambda: "could not be written" in caplog.text)
