@@ -288,7 +288,7 @@ async def test_a_damaged_database_is_refused_and_left_alone(tmp_path: Path, plac
     content[place : place + 64] = b"\xff" * 64
     path.write_bytes(content)
     before = digests(tmp_path)
-    with pytest.raises(ConfigError, match="restore|too old") as caught:
+    with pytest.raises(ConfigError, match=r"restore|too old") as caught:
         await asyncio.to_thread(open_state, tmp_path)
     assert "\n" not in caught.value.message and digests(tmp_path) == before
 
