@@ -1,7 +1,7 @@
 """Helpers of the tests of the CUDA runner: the runner on the CPU, and a driver for it."""
 
 import torch
-from driver import Driver
+from driver import Driver, small_config
 
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
@@ -10,8 +10,6 @@ from engine.limits import SchedulerConfig
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
 from engine.triton_kernels import Kernels, twins
-
-BLOCK = 4
 
 
 class CudaDriver(Driver):
@@ -60,18 +58,10 @@ def make_driver(
     adapted: bool = False,
     store: OpenStore | None = None,
 ) -> CudaDriver:
-    config = SchedulerConfig(
-        num_units=2 * num_blocks,
-        max_model_len=min(num_blocks * BLOCK, 200),
-        block_size=BLOCK,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=tokens,
-        pipeline_depth=depth,
-        min_prefill_chunk=8,
-        host_units=host_units,
-        unit_bytes=1,
-        scratch_blocks=scratch_blocks,
-    )
+    config = small_config(
+        num_blocks, max_model_len=min(4 * num_blocks, 200), max_num_seqs=seqs, max_num_batched_tokens=tokens,
+        pipeline_depth=depth, min_prefill_chunk=8, host_units=host_units, scratch_blocks=scratch_blocks,
+    )  # fmt: skip
     torch.set_num_threads(1)
     runner = make_runner(spec, weights, config, kernels, graphs=graphs, adapted=adapted, store=store)
     return CudaDriver(runner, config, online_policy=policy)

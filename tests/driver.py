@@ -3,11 +3,14 @@
 Steps are launched as soon as they are scheduled, as the engine's loop does.
 """
 
+import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from fakes.runner import FakeRunner
 from integrity import check_core
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, SamplingParams
@@ -38,6 +41,12 @@ def make_request(
 ) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
     return EngineRequest(request_id, tuple(prompt), params, request_class, salt, tenant=tenant, lane=lane)
+
+
+def small_config(num_blocks: int, **changes: Any) -> SchedulerConfig:
+    """A pool of so many blocks of four tokens, for eight rows and 24 tokens in a step."""
+    usual = {"max_model_len": 100, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 24, "unit_bytes": 1}
+    return SchedulerConfig(num_units=2 * num_blocks, **usual | changes)
 
 
 def picture(core: EngineCore, now: float) -> str:
@@ -198,6 +207,15 @@ class Driver:
         assert stats.units_free + stats.units_cached == stats.units_total
         assert stats.host_units_used == stats.host_units_cached and stats.hidden_blocks == 0
 
+    def run_all(self, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+        """Add a prompt before each step, every fifth as offline work; return the outputs. The ids are the places."""
+        for index, prompt in enumerate(prompts):
+            request_class = RequestClass.OFFLINE if index % 5 == 4 else RequestClass.ONLINE
+            self.add(make_request(str(index), prompt, max_tokens, request_class=request_class))
+            self.step()
+        self.run()
+        return [self.outputs[str(index)] for index in range(len(prompts))]
+
     def stats(self) -> EngineStats:
         return report_stats(self.core.state)
 
@@ -208,6 +226,13 @@ class Driver:
             self.finals[output.request_id] = output
 
 
+def fake_driver(config: SchedulerConfig, vocab_size: int, faults: Any = MappingProxyType({}), **core: Any) -> Driver:
+    """A driver of the checking fake runner with the cache that the settings say; `faults`: further options of it."""
+    names = ("block_size", "scratch_blocks", "host_units", "window", "state_slots", "host_state_slots")
+    cache = {name: getattr(config, name) for name in names}
+    return Driver(FakeRunner(vocab_size=vocab_size, **cache, **faults), config, **core)
+
+
 async def submit_one(engine: Engine, request: EngineRequest) -> OutputStream:
     (stream,) = await engine.submit([request])
     return stream
@@ -216,6 +241,12 @@ async def submit_one(engine: Engine, request: EngineRequest) -> OutputStream:
 async def outputs_of(engine: Engine, request: EngineRequest) -> AsyncIterator[RequestOutput]:
     async for output in await submit_one(engine, request):
         yield output
+
+
+async def until(condition: Callable[[], bool], pause: float = 0.001) -> None:
+    """Wait for a state that nobody has an event for."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(pause)
 
 
 def is_error(output: RequestOutput, kind: type[TidemillError]) -> bool:

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import tiny_transformers
 import torch
 from driver import Driver, make_request
+from tiny_models import generated, prompts_of
 
 from engine.build import build_runner, plan_launch
 from engine.config import EngineConfig
@@ -146,12 +147,12 @@ def _run(model_type: str, folder: Path, reference: Any) -> Finding:
         enable_prefix_caching=bool(plan.state_slots or not plan.spec.state_bytes),
     )  # fmt: skip
     driver = Driver(runner, scheduler)
-    prompts = [prompt[: context - OUTPUT] for prompt in _prompts(plan.spec.vocab_size)]
+    prompts = [prompt[: context - OUTPUT] for prompt in prompts_of(min(plan.spec.vocab_size, 97), LENGTHS)]
     for index, prompt in enumerate(prompts):
         driver.add(make_request(str(index), prompt, OUTPUT))
         driver.step()
     driver.run()
-    wrong = [i for i, prompt in enumerate(prompts) if driver.outputs[str(i)] != _generated(reference, prompt)]
+    wrong = [i for i, prompt in enumerate(prompts) if driver.outputs[str(i)] != generated(reference, prompt, OUTPUT)]
     if wrong:
         return Finding(model_type, WRONG, f"{len(wrong)} of {len(prompts)} answers differ")
     stats = driver.stats()
@@ -163,24 +164,6 @@ def _run(model_type: str, folder: Path, reference: Any) -> Finding:
     return Finding(
         model_type, EXACT, "; ".join(filter(None, (state, limit))) if met or limit else "nothing was preempted"
     )
-
-
-def _prompts(vocab_size: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(7)
-    shared = torch.randint(3, min(vocab_size, 97), (26,), generator=generator).tolist()
-    own = [torch.randint(3, min(vocab_size, 97), (length,), generator=generator).tolist() for length in LENGTHS]
-    return [(shared + prompt)[: len(prompt)] if index % 3 == 0 else prompt for index, prompt in enumerate(own)]
-
-
-def _generated(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    with torch.inference_mode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, do_sample=False, pad_token_id=0
-        )
-    tokens: list[int] = found[0, len(prompt) :].tolist()
-    return tokens
 
 
 def page(findings: list[Finding], version: str) -> str:

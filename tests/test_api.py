@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from driver import make_request
+from fake_engine import colocation_stats
 from fakes.runner import FakeRunner
 
 from engine.api import (
@@ -21,7 +22,7 @@ from engine.api import (
     TokenLogprobs,
 )
 from engine.cache.blocks import CacheKind
-from engine.client import ColocationStats, EngineInfo, EngineStats
+from engine.client import EngineInfo, EngineStats
 from engine.core import EngineCore
 from engine.errors import (
     ConfigError,
@@ -51,38 +52,19 @@ ERRORS = [
     EngineStepError("g"),
     TidemillError("h"),
 ]
+SAMPLING = SamplingParams(
+    max_tokens=9, seed=-(2**63), logit_bias=((5, -1.5),), logprobs=3, stop_token_ids=frozenset({7, 8})
+)
 VALUES: list[Any] = [
-    EngineRequest(
-        "r",
-        (1, 2, 3),
-        SamplingParams(
-            max_tokens=9, seed=-(2**63), logit_bias=((5, -1.5),), logprobs=3, stop_token_ids=frozenset({7, 8})
-        ),
-        RequestClass.OFFLINE,
-        cache_salt=b"\x00\xff",
-        deadline=math.inf,
-        lane=Lane.AT_RISK,
-    ),
+    EngineRequest("r", (1, 2, 3), SAMPLING, RequestClass.OFFLINE, b"\x00\xff", math.inf, lane=Lane.AT_RISK),
     RequestOutput(
-        "r",
-        (4,),
-        (TokenLogprobs(-0.5, ((4, -0.5), (1, -math.inf))),),
-        RequestTimes(1.0, 2.0, 3.0, 4.0),
-        3,
-        0,
-        1,
-        FinishReason.ERROR,
-        error=ErrorInfo.of(QueueFullError("full", retry_after=2.5)),
+        "r", (4,), (TokenLogprobs(-0.5, ((4, -0.5), (1, -math.inf))),), RequestTimes(1.0, 2.0, 3.0, 4.0), 3, 0, 1,
+        FinishReason.ERROR, error=ErrorInfo.of(QueueFullError("full", retry_after=2.5)),
     ),
     EngineInfo(64, 10, frozenset({1}), "A", "float32", "cpu", 1000, 128),
     EngineStats(
-        running={RequestClass.ONLINE: 3},
-        preemptions={"memory": 1},
-        token_costs=TokenCosts(0.5, 0.25),
-        colocation=ColocationStats(
-            "ttft_p99=1s", 1.0, 1, 0, (Standing("ttft_p99=1s", 0.5, 1.0, 1.0),), 0.5, "tidemill", "goodput", 0.1, 1.0,
-            1.0, "closed", None, 0, 0.1, 5, "measured", 1.0, "",
-        ),
+        running={RequestClass.ONLINE: 3}, preemptions={"memory": 1}, token_costs=TokenCosts(0.5, 0.25),
+        colocation=colocation_stats(objectives=(Standing("ttft_p99=1s", 0.5, 1.0, 1.0),)),
     ),
 ]  # fmt: skip
 

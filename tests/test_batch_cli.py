@@ -209,7 +209,7 @@ async def test_an_upload_that_is_refused_early_says_why(
 
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["batch", "list", "--url", "http://127.0.0.1:1"]) == 1
-    assert "cannot reach http://127.0.0.1:1" in capsys.readouterr().err
+    assert "cannot reach http://127.0.0.1:1: Connection refused" in capsys.readouterr().err
 
 
 async def test_a_server_without_batches(start_server: StartServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Every batch ends, whatever bug it meets on its way, and lets go of its input."""
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,37 +83,23 @@ async def test_a_validation_that_fails_a_few_times_costs_nothing(
         await check_ended(client, batch, ["id-0", "id-1", "id-2"])
 
 
-async def test_a_batch_that_cannot_be_validated_can_be_cancelled(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = BatchLimits(**{**QUICK, "retry_seconds": 0.05})
-    faults = fail_checks(monkeypatch, float("inf"))
-    async with batch_server(tokenizer, tmp_path, limits=limits) as (_, client):
-        batch = await submit(client, jsonl(LINES))
-        await eventually(lambda: faults.calls == 1)
-        assert (await client.batches.cancel(batch.id)).status == "cancelling"
-        batch = await until(client, batch.id)
-        assert batch.status == "cancelled" and batch.errors.data[0].code == "internal_error"
-        assert (await client.files.delete(batch.input_file_id)).deleted
-
-
-@pytest.mark.parametrize("when", ["before", "while"])
-async def test_cancelling_does_not_wait_for_a_validation_that_hangs(
+@pytest.mark.parametrize("when", ["before it hangs", "while it hangs", "while it fails"])
+async def test_cancelling_does_not_wait_for_a_validation(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     begun = hang_checks(monkeypatch)
-    limits = BatchLimits(**QUICK, check_seconds=1e6, cancel_seconds=0.01)
+    faults = fail_checks(monkeypatch, float("inf")) if when == "while it fails" else None
+    limits = BatchLimits(retry_seconds=0.05, tick_seconds=0.01, check_seconds=1e6, cancel_seconds=0.01)
     async with batch_server(tokenizer, tmp_path, limits=limits) as (served, client):
-        if when == "before":
-            async with served.app.state.batches.jobs._finisher._turn:
-                batch = await submit(client, jsonl(LINES))
-                await client.batches.cancel(batch.id)
-        else:
+        busy = served.app.state.batches.jobs._finisher._turn if when == "before it hangs" else nullcontext()
+        async with busy:
             batch = await submit(client, jsonl(LINES))
-            await begun.wait()
-            await client.batches.cancel(batch.id)
+            if when != "before it hangs":
+                await eventually(lambda: begun.is_set() if faults is None else faults.calls == 1)
+            assert (await client.batches.cancel(batch.id)).status == "cancelling"
         batch = await until(client, batch.id)
         assert batch.status == "cancelled" and batch.errors.data[0].code == "internal_error"
+        assert (await client.files.delete(batch.input_file_id)).deleted
 
 
 async def test_cancelling_ends_where_results_cannot_be_built(

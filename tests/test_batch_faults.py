@@ -29,7 +29,7 @@ from support.lazy import openai
 from engine.text.tokenizer import Tokenizer
 from gateway.batch import input as batch_input
 from gateway.batch.run import BatchLimits
-from gateway.store.disk import Disk, StorageError
+from gateway.store.disk import Disk
 
 ONE_BY_ONE = BatchLimits(window_lines=2, retry_seconds=0.01, tick_seconds=0.05, read_attempts=3)
 
@@ -131,22 +131,6 @@ async def test_a_batch_whose_creation_was_in_doubt_has_an_owner(
         await served.app.state.batches.jobs.tick()
         (batch,) = (await client.batches.list()).data
         await check_ended(client, await until(client, batch.id), ["id-1"])
-
-
-async def test_a_full_disk_leaves_no_doubt(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Then the body goes at once: it may be what fills the disk."""
-    async with batch_server(tokenizer, tmp_path) as (served, client):
-        writer = served.app.state.batches.folder.store._writer
-
-        def full(_: sqlite3.Connection) -> None:
-            error = sqlite3.OperationalError("database or disk is full")
-            error.sqlite_errorcode = sqlite3.SQLITE_FULL
-            raise error
-
-        with pytest.raises(StorageError) as caught:
-            await writer.run(full)
-        assert not caught.value.in_doubt
-        assert (await upload(client, b"x")).bytes == 1
 
 
 # ---- files that cannot be read

@@ -52,26 +52,33 @@ def test_misses_in_a_row_are_an_alarm(allowed: float, misses: int) -> None:
     assert needed <= misses
 
 
-def alarms(allowed: float, share: float, requests: int, seed: int) -> int:
-    generator, test, found = random.Random(seed), MissTest(allowed), 0
+Draw = Callable[[random.Random], float]
+
+
+def alarms(test: MissTest | ExcessTest, draw: Draw, requests: int, seed: int) -> int:
+    generator, found = random.Random(seed), 0
     for _ in range(requests):
-        test.record(generator.random() < share)
+        test.record(draw(generator))  # type: ignore[arg-type]
         if test.alarm:
             found += 1
             test.restart()
     return found
 
 
+def misses(share: float) -> Draw:
+    return lambda generator: generator.random() < share
+
+
 @pytest.mark.parametrize("allowed", [0.01, 0.05, 0.1, 0.5])
 def test_false_alarms_are_bounded_at_the_very_edge_of_the_promise(allowed: float) -> None:
     requests = 5_000
-    found = sum(alarms(allowed, allowed, requests, seed) for seed in range(SEEDS))
+    found = sum(alarms(MissTest(allowed), misses(allowed), requests, seed) for seed in range(SEEDS))
     assert found <= 2 * FALSE_ALARMS * requests * SEEDS, "the bound, twice over for chance"
 
 
 @pytest.mark.parametrize(("share", "within"), [(1.0, 4), (0.5, 40), (0.1, 400), (0.05, 2000)])
 def test_more_misses_than_promised_are_found(share: float, within: int) -> None:
-    assert all(alarms(0.01, share, within, seed) for seed in range(SEEDS))
+    assert all(alarms(MissTest(0.01), misses(share), within, seed) for seed in range(SEEDS))
 
 
 def test_old_good_requests_buy_nothing() -> None:
@@ -81,16 +88,6 @@ def test_old_good_requests_buy_nothing() -> None:
     for _ in range(4):
         test.record(missed=True)
     assert test.alarm
-
-
-def excess_alarms(draw: Callable[[random.Random], float], requests: int, seed: int) -> int:
-    generator, test, found = random.Random(seed), ExcessTest(), 0
-    for _ in range(requests):
-        test.record(draw(generator))
-        if test.alarm:
-            found += 1
-            test.restart()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -103,8 +100,8 @@ def excess_alarms(draw: Callable[[random.Random], float], requests: int, seed: i
     ],
     ids=["normal", "exponential", "lognormal", "percentile"],
 )
-def test_a_mean_on_its_bound_gives_next_to_no_alarm(draw: Callable[[random.Random], float]) -> None:
-    assert sum(excess_alarms(draw, 2_000, seed) for seed in range(5)) <= 2
+def test_a_mean_on_its_bound_gives_next_to_no_alarm(draw: Draw) -> None:
+    assert sum(alarms(ExcessTest(), draw, 2_000, seed) for seed in range(5)) <= 2
 
 
 @pytest.mark.parametrize(
@@ -112,8 +109,8 @@ def test_a_mean_on_its_bound_gives_next_to_no_alarm(draw: Callable[[random.Rando
     [(lambda g: 0.5, FEWEST_SAMPLES), (lambda g: g.gauss(1.0, 0.5), 20), (lambda g: g.expovariate(1.0) - 0.6, 2000)],
     ids=["all late", "twice", "two fifths over, exponential"],
 )
-def test_a_mean_over_its_bound_is_found(draw: Callable[[random.Random], float], within: int) -> None:
-    assert all(excess_alarms(draw, within, seed) for seed in range(5))
+def test_a_mean_over_its_bound_is_found(draw: Draw, within: int) -> None:
+    assert all(alarms(ExcessTest(), draw, within, seed) for seed in range(5))
 
 
 # The breaker

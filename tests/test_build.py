@@ -177,51 +177,37 @@ def test_where_quantization_does_not_apply_it_is_refused_by_name(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("features", "checkpoint", "chosen"),
+    ("features", "checkpoint", "changes", "chosen"),
     [
-        ({"avx512_bf16"}, "bfloat16", "bfloat16"),
-        ({"amx_bf16"}, "bfloat16", "bfloat16"),
-        ({"avx2", "avx512f"}, "bfloat16", "float32"),
-        ({"avx512_bf16"}, "float16", "float32"),
-        ({"avx512_fp16"}, "float16", "float16"),
-        (set(), "float32", "float32"),
+        ("avx512_bf16", "bfloat16", None, "bfloat16"),
+        ("amx_bf16", "bfloat16", None, "bfloat16"),
+        ("avx2 avx512f", "bfloat16", None, "float32"),
+        ("avx512_bf16", "float16", None, "float32"),
+        ("avx512_fp16", "float16", None, "float16"),
+        ("", "float32", None, "float32"),
+        ("avx2", "bfloat16", {}, "bfloat16"),
+        ("avx2", "bfloat16", {"kernels": "torch"}, "float32"),
+        ("avx2", "bfloat16", {"overload": "hidden"}, "float32"),
     ],
 )
-def test_half_precision_only_where_the_processor_is_fast_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: set[str], checkpoint: str, chosen: str
+def test_half_precision_only_where_the_processor_is_fast_in_it_or_native_kernels_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str, checkpoint: str, changes: Any, chosen: str
 ) -> None:
-    monkeypatch.setattr(
-        "engine.execution.cpu.backend.read_processor", lambda: Processor("p", 2, 2, frozenset(features))
-    )
-    monkeypatch.setattr("engine.execution.cpu.backend.load", lambda: "not built")
+    """`changes`: settings beside native kernels, None without them."""
+    processor = Processor("p", 2, 2, frozenset(features.split()))
+    monkeypatch.setattr("engine.execution.cpu.backend.read_processor", lambda: processor)
+    monkeypatch.setattr("engine.execution.cpu.backend.load", object if changes is not None else lambda: "not built")
     model = str(shape(tmp_path, torch_dtype=checkpoint))
-    plan = plan_launch(EngineConfig(model=model, device="cpu", num_gpu_blocks_override=999))
+    config = EngineConfig(model=model, device="cpu", num_gpu_blocks_override=999, **changes or {})
+    plan = plan_launch(config)
     assert plan.dtype == chosen
-    assert [checkpoint in note for note in plan.notes] == ([True] if chosen != checkpoint else [])
-    asked = plan_launch(EngineConfig(model=model, device="cpu", dtype=checkpoint, num_gpu_blocks_override=999))
-    assert asked.dtype == checkpoint and not asked.notes
+    if changes is None:
+        assert [checkpoint in note for note in plan.notes] == ([True] if chosen != checkpoint else [])
+        asked = plan_launch(replace(config, dtype=checkpoint))
+        assert asked.dtype == checkpoint and not asked.notes
 
 
-@pytest.mark.parametrize(
-    ("changes", "chosen"),
-    [({}, "bfloat16"), ({"kernels": "torch"}, "float32"), ({"overload": "hidden"}, "float32")],
-)
-def test_native_kernels_run_half_precision_on_any_processor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], chosen: str
-) -> None:
-    monkeypatch.setattr(
-        "engine.execution.cpu.backend.read_processor", lambda: Processor("p", 2, 2, frozenset({"avx2"}))
-    )
-    monkeypatch.setattr("engine.execution.cpu.backend.load", object)
-    model = str(shape(tmp_path, torch_dtype="bfloat16"))
-    config = EngineConfig(model=model, device="cpu", num_gpu_blocks_override=999, **changes)
-    assert plan_launch(config).dtype == chosen
-
-
-@pytest.mark.parametrize(
-    ("asked", "note"),
-    [(True, "KV alone"), (False, None)],
-)
+@pytest.mark.parametrize(("asked", "note"), [(True, "KV alone"), (False, None)])
 def test_hidden_cache_that_cannot_be_is_said(tmp_path: Path, asked: bool, note: str | None) -> None:
     model = str(shape(tmp_path, torch_dtype="float32"))  # K and V of half the heads: no larger than hidden state
     config = EngineConfig(model=model, device="cpu", num_gpu_blocks_override=9, max_model_len=99)

@@ -50,6 +50,12 @@ def chunks_of(driver: Driver, step: SchedulerOutput, prefix: str) -> list[int]:
     return [chunk.length for request, chunk in pairs if request.request_id.startswith(prefix)]
 
 
+def launched(driver: Driver, prefix: str) -> int:
+    """Launch a step; return its tokens of requests whose id starts with `prefix`."""
+    assert driver.launch()
+    return sum(chunks_of(driver, driver.steps[-1], prefix))
+
+
 def decoding_driver(objective: StepObjective, **changes: Any) -> Driver:
     """One online request in the middle of its output."""
     driver = make_driver(objective, **changes)
@@ -69,10 +75,9 @@ def test_adapters_of_decodes_leave_less_to_offline_work() -> None:
     for _ in range(3):
         driver.step()
     driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
-    assert driver.launch()
+    assert launched(driver, "off") == 11, "of 15: 3 ms for the adapter, 1 ms for its tokens"
     step = driver.steps[-1]
     assert (step.features.adapters, step.features.adapted_tokens) == (1, 2)
-    assert sum(chunks_of(driver, step, "off")) == 11, "of 15: 3 ms for the adapter, 1 ms for its tokens"
     assert step.predicted_latency == pytest.approx(model.predict(features_of(step)))
     assert step.predicted_latency is not None and step.predicted_latency <= 0.020
 
@@ -80,10 +85,9 @@ def test_adapters_of_decodes_leave_less_to_offline_work() -> None:
 def test_offline_fills_up_to_the_budget_and_not_beyond() -> None:
     driver = decoding_driver(flat(0.020))
     driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
-    assert driver.launch()
+    assert launched(driver, "off") == 16, "8 free tokens with the decode, then 1 ms each"
     step = driver.steps[-1]
     assert chunks_of(driver, step, "on") == [1]
-    assert sum(chunks_of(driver, step, "off")) == 16, "8 free tokens with the decode, then 1 ms each"
     assert step.predicted_latency == pytest.approx(MODEL.predict(features_of(step)))
     assert step.predicted_latency is not None and step.predicted_latency <= 0.020
 
@@ -100,10 +104,8 @@ def test_a_prompt_that_is_cut_for_the_decodes_leaves_room_for_offline_work() -> 
     driver = decoding_driver(flat(0.020, tbt=0.020))
     lines = [make_request(f"off-{i}", [i, i], 5, request_class=OFFLINE) for i in range(9)]
     driver.add(make_request("chat", range(70), 5), *lines)
-    assert driver.launch()
-    step = driver.steps[-1]
-    assert sum(chunks_of(driver, step, "chat")) == 12, "what fits into 0.8 of the TBT limit beside the decode"
-    assert sum(chunks_of(driver, step, "off")) == 4, "up to the limit"
+    assert launched(driver, "chat") == 12, "what fits into 0.8 of the TBT limit beside the decode"
+    assert sum(chunks_of(driver, driver.steps[-1], "off")) == 4, "up to the limit"
 
 
 def test_banked_slack_may_delay_the_mean_but_not_one_gap() -> None:
@@ -138,9 +140,7 @@ def test_decodes_slow_down_prompts_but_never_stop_the_oldest() -> None:
     driver = decoding_driver(flat(0.001, tbt=0.0105))
     prompt = make_request("prompt", range(80), 2)
     driver.add(prompt)
-    assert driver.launch()
-    lengths = chunks_of(driver, driver.steps[-1], "prompt")
-    assert lengths == [BLOCK]
+    assert launched(driver, "prompt") == BLOCK
     driver.complete()
     driver.run()
     assert driver.outputs["prompt"] == solo_tokens(list(range(80)), prompt.sampling, VOCAB)
@@ -169,8 +169,7 @@ def test_a_late_decode_does_not_shrink_prompts() -> None:
     driver = decoding_driver(StepObjective(tbt=0.030))
     driver.now += 10.0
     driver.add(make_request("prompt", range(100), 2))
-    assert driver.launch()
-    assert chunks_of(driver, driver.steps[-1], "prompt") == [63], "nothing can be saved: the prompt takes the step"
+    assert launched(driver, "prompt") == 63, "nothing can be saved: the prompt takes the step"
 
 
 def test_a_waiting_prompt_with_no_ttft_slack_keeps_offline_out() -> None:
@@ -178,8 +177,7 @@ def test_a_waiting_prompt_with_no_ttft_slack_keeps_offline_out() -> None:
     driver.add(make_request("off", range(90), 5, request_class=OFFLINE))
     driver.step()
     driver.add(make_request("on", range(90), 5))
-    assert driver.launch()
-    assert chunks_of(driver, driver.steps[-1], "off") == []
+    assert launched(driver, "off") == 0
 
 
 def test_weight_limits_interference_by_the_number_of_decodes() -> None:
@@ -190,8 +188,7 @@ def test_weight_limits_interference_by_the_number_of_decodes() -> None:
         for _ in range(4):
             driver.step()
         driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
-        assert driver.launch()
-        return sum(chunks_of(driver, driver.steps[-1], "off"))
+        return launched(driver, "off")
 
     assert offline_tokens(1, math.inf) > 40
     assert offline_tokens(1, 1.0) > 40, "one decode: a second of it is worth a second of offline work"
@@ -206,8 +203,7 @@ def test_a_share_is_one_of_the_room_above_the_online_work(share: float, tokens: 
     driver = decoding_driver(flat(0.0182))
     driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
     driver.core.set_offline_share(share)
-    assert driver.launch()
-    assert sum(chunks_of(driver, driver.steps[-1], "off")) == tokens
+    assert launched(driver, "off") == tokens
 
 
 def test_a_share_of_a_budget_beyond_the_tbt_limit_is_one_of_what_the_limit_leaves() -> None:
@@ -217,8 +213,7 @@ def test_a_share_of_a_budget_beyond_the_tbt_limit_is_one_of_what_the_limit_leave
         driver = decoding_driver(StepObjective(tbt=0.0182, budget=BudgetParams("hygen", 0.1)))
         driver.add(make_request("off", range(100), 5, request_class=OFFLINE))
         driver.core.set_offline_share(share)
-        assert driver.launch()
-        return sum(chunks_of(driver, driver.steps[-1], "off"))
+        return launched(driver, "off")
 
     assert 0 < offline_tokens(0.25) < offline_tokens(0.5) < offline_tokens(1.0)
 

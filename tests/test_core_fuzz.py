@@ -3,12 +3,13 @@
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from core_rules import CoreRules
-from driver import Driver, make_request
-from fakes.runner import FakeRunner, solo
+from driver import Driver, fake_driver, make_request, small_config
+from fakes.runner import solo
 from fakes.speculation import Oracle
 from hypothesis import HealthCheck, given
 from hypothesis.stateful import initialize, invariant, rule
@@ -16,7 +17,7 @@ from support.fuzz import fuzz, machine_test
 
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.errors import QueueFullError
-from engine.limits import UNLIMITED_QUEUE, SchedulerConfig
+from engine.limits import UNLIMITED_QUEUE
 from predictor.budget import Promise
 from predictor.model import LatencyModel
 
@@ -47,18 +48,10 @@ def build(request_id: str, shape: tuple) -> EngineRequest:  # type: ignore[type-
 
 # host units, blocks that may be run from hidden state, online policy, whether recomputing costs about as much as a
 # copy
-tiers = st.sampled_from(
-    [
-        (0, 0, "fcfs", False),
-        (200, 0, "fcfs", False),
-        (60, 0, "fcfs", True),
-        (24, 0, "apt", False),
-        (0, 6, "apt", False),
-        (30, 5, "apt", False),
-        (40, 9, "goodput-strict", True),
-        (200, 40, "goodput", False),
-    ]
-)
+tiers = st.sampled_from([
+    (0, 0, "fcfs", False), (200, 0, "fcfs", False), (60, 0, "fcfs", True), (24, 0, "apt", False),
+    (0, 6, "apt", False), (30, 5, "apt", False), (40, 9, "goodput-strict", True), (200, 40, "goodput", False),
+])  # fmt: skip
 NO_STATES = (0, 0, 0)
 states = st.sampled_from([NO_STATES, NO_STATES, (1, 0, 0), (3, 0, 0), (8, 0, 0), (40, 0, 0), (3, 4, 40), (5, 20, 120)])
 """Slots of snapshots of recurrent layers, on the device and on the host beside so many units."""
@@ -72,40 +65,18 @@ LIKE_COPIES = LatencyModel(
 
 
 def make_fuzz_driver(
-    depth: int,
-    num_blocks: int,
-    seqs: int,
-    chunk: int,
-    prefix_caching: bool,
-    tiers: Tiers = ALONE,
-    states: States = NO_STATES,
-    drafts: int = 0,
-) -> Driver:
+    depth: int, num_blocks: int, seqs: int, chunk: int, prefix_caching: bool, tiers: Tiers = ALONE,
+    states: States = NO_STATES, drafts: int = 0,
+) -> Driver:  # fmt: skip
     host_units, scratch_blocks, policy, costed = ALONE if any(states) else tiers
     state_slots, host_state_slots, state_units = states
-    host_units += state_units
-    config = SchedulerConfig(
-        num_units=2 * num_blocks,
-        max_model_len=num_blocks * BLOCK,
-        block_size=BLOCK,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=max(seqs, chunk),
-        enable_prefix_caching=prefix_caching,
-        pipeline_depth=depth,
-        max_queue_time=UNLIMITED_QUEUE,
-        host_units=host_units,
-        unit_bytes=1,
-        scratch_blocks=scratch_blocks,
-        state_slots=state_slots,
-        host_state_slots=host_state_slots,
-        state_bytes=3,
-        snapshot_tokens=2 * BLOCK,
-    )
-    runner = FakeRunner(
-        block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units,
-        state_slots=state_slots, host_state_slots=host_state_slots,
+    config = small_config(
+        num_blocks, max_model_len=num_blocks * BLOCK, max_num_seqs=seqs, max_num_batched_tokens=max(seqs, chunk),
+        enable_prefix_caching=prefix_caching, pipeline_depth=depth, max_queue_time=UNLIMITED_QUEUE,
+        host_units=host_units + state_units, scratch_blocks=scratch_blocks, state_slots=state_slots,
+        host_state_slots=host_state_slots, state_bytes=3, snapshot_tokens=2 * BLOCK,
     )  # fmt: skip
-    driver = Driver(runner, config, online_policy=policy, model=LIKE_COPIES if costed else None)
+    driver = fake_driver(config, VOCAB, online_policy=policy, model=LIKE_COPIES if costed else None)
     driver.core.state.speculation = Oracle(partial(solo, vocab_size=VOCAB), drafts) if drafts else None
     return driver
 
@@ -123,16 +94,9 @@ def make_fuzz_driver(
     drafts=st.integers(0, 9),
 )
 def test_every_output_equals_the_solo_run(
-    depth: int,
-    arrivals: list,  # type: ignore[type-arg]
-    num_blocks: int,
-    seqs: int,
-    chunk: int,
-    prefix_caching: bool,
-    tiers: Tiers,
-    states: States,
-    drafts: int,
-) -> None:
+    depth: int, arrivals: list[Any], num_blocks: int, seqs: int, chunk: int, prefix_caching: bool, tiers: Tiers,
+    states: States, drafts: int,
+) -> None:  # fmt: skip
     states = states if prefix_caching else NO_STATES
     driver = make_fuzz_driver(depth, num_blocks, seqs, chunk, prefix_caching, tiers, states, drafts)
     requests: dict[str, EngineRequest] = {}

@@ -58,23 +58,12 @@ def sites() -> Iterator[tuple[JsonPost[Any], Site]]:
 
 SITES = list(sites())
 GROWING = [(post, site) for post, site in SITES if site.kind != "number"]
-of_growing = pytest.mark.parametrize(
-    ("post", "site"), GROWING, ids=[f"{post.path}-{site.name}" for post, site in GROWING]
-)
 
 
 @pytest.mark.slow
-@of_growing
+@pytest.mark.parametrize(("post", "site"), GROWING, ids=[f"{post.path}-{site.name}" for post, site in GROWING])
 def test_bodies(gateway: Gateway, post: JsonPost[Any], site: Site) -> None:
-    """The last way to grow a field is the costliest: special tokens, items with all fields, schemas with all parts."""
-    *_, growth = growths(site, WALKERS[post.path])
-    check_growth(gateway, post, site, growth)
-
-
-@pytest.mark.slow
-@of_growing
-def test_bodies_in_every_way(gateway: Gateway, post: JsonPost[Any], site: Site) -> None:
-    for growth in list(growths(site, WALKERS[post.path]))[:-1]:
+    for growth in growths(site, WALKERS[post.path]):
         check_growth(gateway, post, site, growth)
 
 

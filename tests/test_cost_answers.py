@@ -15,6 +15,7 @@ import orjson
 import pytest
 import tokenizer_folders
 from cost_tools import Work, check, cost_of, cpu_fault
+from support.tables import mostly_slow
 from test_tools import write
 
 from engine.api import EngineRequest, SamplingParams
@@ -52,20 +53,14 @@ def atoms(name: str | None) -> list[str]:
     return [each for each in dict.fromkeys([*LETTERS, *tags, *(tag[:-1] for tag in tags), call, call[:-1]]) if each]
 
 
-@pytest.mark.parametrize("name", [None, *FORMATS])
-def test_answers(name: str | None) -> None:
-    """A call that does not end is the part that a parser may read again and again."""
-    check_answers(name, "said" if name is None else "open call")
+OFTEN_READ = [(None, "said"), *((name, "open call") for name in FORMATS)]
+"""A call that does not end is the part that a parser may read again and again."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [None, *FORMATS])
-def test_answers_in_every_frame(name: str | None) -> None:
-    for frame in frames(name):
-        check_answers(name, frame)
-
-
-def check_answers(name: str | None, frame: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "frame"), mostly_slow([(name, each) for name in (None, *FORMATS) for each in frames(name)], OFTEN_READ)
+)
+def test_answers(name: str | None, frame: str) -> None:
     parsing = Parsing(FORMATS[name] if name else None, FUNCTIONS if name else (), reasons=True)
     first, last = frames(name)[frame]
 

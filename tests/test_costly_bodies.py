@@ -16,11 +16,12 @@ import pytest_asyncio
 from batch_tools import FAST, open_folder
 from fake_engine import MODEL, FakeEngine, Served, say, serve
 from fixtures import refuse_blocking
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from support.fuzz import fuzz
+from support.tables import for_each, mostly_slow
 
 from benchmarks import hostile as bombs
 from engine.text import chat_template
@@ -158,27 +159,12 @@ async def send(served: Served, bomb: bombs.Bomb, size: int) -> httpx.Response:
         return await client.post(served.url + bomb.path, content=body, headers={"content-type": "application/json"})
 
 
-SAMPLE = list(ALL)[::4]
-
-
 @one_loop
-@pytest.mark.parametrize("name", SAMPLE)
-async def test_a_bomb_costs_little(served: Served, work: Work, name: str) -> None:
-    await check_bomb(served, work, ALL[name], bombs.MAX_BYTES)
-
-
-@one_loop
-@pytest.mark.slow
-@pytest.mark.parametrize("path", sorted({bomb.path for bomb in ALL.values()}))
-async def test_every_bomb_costs_little(served: Served, work: Work, path: str) -> None:
-    for bomb in ALL.values():
-        if bomb.path == path:
-            await check_bomb(served, work, bomb, bombs.MAX_BYTES)
-            await check_bomb(served, work, bomb, bombs.SMALL_BYTES)
-
-
-async def check_bomb(served: Served, work: Work, bomb: bombs.Bomb, size: int) -> None:
+@pytest.mark.parametrize("name", mostly_slow(ALL, list(ALL)[::4]))
+@for_each("size", [bombs.MAX_BYTES, bombs.SMALL_BYTES])
+async def test_a_bomb_costs_little(served: Served, work: Work, name: str, size: int) -> None:
     work.clear()
+    bomb = ALL[name]
     answer = await send(served, bomb, size)
     said = f"{bomb.name}, {size} bytes: {answer.status_code} {answer.text[:500]}"
     assert answer.status_code in (bomb.statuses if size == bombs.MAX_BYTES else (*bomb.statuses, 200, 404)), said
@@ -230,12 +216,6 @@ values = st.recursive(
 damage = st.none() | st.tuples(st.floats(0, 1), st.sampled_from([b"", *(bytes([c]) for c in b',[]{}" 1:\\')]))
 
 
-@pytest.fixture
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_text, "WINDOW_BYTES", 8)
-    monkeypatch.setattr(json_text, "PIECE_BYTES", 8)
-
-
 @fuzz(100)
 @given(json_values, st.integers(1, 40))
 def test_a_count_is_what_is_built(value: Any, window: int) -> None:
@@ -248,16 +228,18 @@ def test_a_count_is_what_is_built(value: Any, window: int) -> None:
     assert found.commas + found.numbers <= built.commas <= found.commas + found.numbers + found.containers + 1
 
 
-@fuzz(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(100)
 @given(values, st.booleans(), damage)
 def test_what_is_read_in_pieces_is_what_one_reading_gives(
-    small_windows: None, value: Any, spaced: bool, damage: tuple[float, bytes] | None
+    value: Any, spaced: bool, damage: tuple[float, bytes] | None
 ) -> None:
     raw = bytearray(orjson.dumps(value, option=orjson.OPT_INDENT_2 if spaced else None))
     if damage is not None:
         place = int(damage[0] * len(raw))
         raw[place : place + (not damage[1])] = damage[1]
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("WINDOW_BYTES", "PIECE_BYTES"):
+            patch.setattr(json_text, name, 8)
         patch.setattr(json_text, "count_json", lambda raw, limits: json_text._Counter(raw, limits).count())
         try:
             expected = orjson.loads(raw)
@@ -358,6 +340,5 @@ async def test_large_bodies_are_put_together_a_piece_in_a_round_of_the_loop() ->
     go_round()
     read = await asyncio.gather(*(read_json(request(), len) for _ in range(8)))
     assert read == [len(body)] * 8
-    assert len(pieces) == 8 * (len(body) // INLINE_BYTES) == len(set(pieces[8:])) + 8, (
-        "one in a round, but for the first"
-    )
+    assert len(pieces) == 8 * (len(body) // INLINE_BYTES)
+    assert len(set(pieces[8:])) == len(pieces) - 8, "one in a round, but for the first"

@@ -71,11 +71,13 @@ def test_every_setting_with_its_origin(
 
 
 @pytest.mark.parametrize(("argv", "code"), [((), 0), (("--online-policy", "soon"), 2)])
-def test_the_machine_is_shown_beside_an_error_as_well(
+def test_machine_and_settings_are_shown_beside_an_error_as_well(
     capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], code: int
 ) -> None:
     assert dry_run(*argv) == code
-    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.split("\n\n")[0].splitlines()]
+    out = capsys.readouterr().out
+    assert not argv or rows(out)["--online-policy"] == ("soon", "flag")
+    lines = [line.split(maxsplit=1) for line in out.split("\n\n")[0].splitlines()]
     shown = {label: text for label, text in lines if label.isalpha()}
     assert shown["tidemill"] == __version__ and shown["python"].startswith(platform.python_version())
     assert {"cpu", "memory", "gpu"} <= shown.keys() and f"torch {torch.__version__}" in shown["libraries"]
@@ -89,11 +91,7 @@ def test_what_is_not_here_is_not_fetched(capsys: pytest.CaptureFixture[str], mon
     assert rows(out)["MODEL"] == ("nobody/has-this", "flag")
 
 
-def test_an_error_of_the_start_comes_with_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dry_run("--online-policy", "soon") == 2
-    out, err = capsys.readouterr()
-    assert err.startswith("tidemill: unknown online policy 'soon'") and err.count("\n") == 1
-    assert rows(out)["--online-policy"] == ("soon", "flag")
+def test_errors_of_the_start_are_those_of_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert dry_run("--num-gpu-blocks-override", "2", "--max-model-len", "64") == 2
     assert "--max-model-len 64 does not fit" in capsys.readouterr().err
     assert dry_run("/no/such/folder") == 2

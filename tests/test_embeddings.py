@@ -13,7 +13,7 @@ import tokenizer_folders
 import torch
 from batch_tools import jsonl, line, open_folder, results_of, submit, until
 from devices import BACKENDS, device_of, linear_of
-from driver import Driver, make_request
+from driver import Driver, make_request, small_config
 from fake_engine import MODEL, FakeEngine, demo_engine, say, serve
 from support.lazy import openai
 from test_tools import client_of
@@ -23,30 +23,21 @@ from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.build.join import read_embedding_spec
 from engine.execution.runner import Runner
 from engine.forms import EmbeddingSpec, Pooling
-from engine.limits import SchedulerConfig
 from engine.models import demo
 from engine.models.checkpoint import load_weights
 from engine.models.spec import load_spec
 from engine.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(600)  # the first test may have to build the library
-BLOCK = 4
 CASES = ["llama-gqa2", "opt", "neox", "qwen3"]
 EMBED = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-def make_driver(backend: str, case: str, num_blocks: int = 200, tokens: int = 24, **options: Any) -> Driver:
+def make_driver(backend: str, case: str, num_blocks: int = 200) -> Driver:
     folder = model_folder(case)
     spec = load_spec(folder)
-    config = SchedulerConfig(
-        num_units=2 * num_blocks,
-        max_model_len=min(num_blocks * BLOCK, 120),
-        block_size=BLOCK,
-        max_num_seqs=8,
-        max_num_batched_tokens=tokens,
-        min_prefill_chunk=4,
-        pipeline_depth=1 if backend == "cuda" else 0,
-        **options,
+    config = small_config(
+        num_blocks, max_model_len=min(4 * num_blocks, 120), min_prefill_chunk=4, pipeline_depth=int(backend == "cuda")
     )
     weights = load_weights(spec, folder, dtype="float32", device="cpu", make=linear_of(backend))
     return Driver(Runner(device_of(backend, spec, weights, config.limits)), config)

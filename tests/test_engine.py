@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Generator
 from functools import partial
 from typing import Any
 
 import pytest
-from driver import is_error, make_request, outputs_of, submit_one
+from driver import is_error, make_request, outputs_of, submit_one, until
 from fakes.runner import FakeRunner, solo
 from integrity import check_core
 
@@ -34,11 +34,18 @@ VOCAB = 50
 SHORT = LatencyModel(intercept=0.001)
 
 
-def make_engine(depth: int = 0, runner: Any = None, model: LatencyModel | None = None, **changes: Any) -> Engine:
+def make_core(depth: int = 0, model: LatencyModel | OnlineModel | None = None, **changes: Any) -> EngineCore:
     settings: dict[str, Any] = {"num_units": 128, "max_model_len": 4096, "block_size": 64, "pipeline_depth": depth}
-    core = EngineCore(SchedulerConfig(**{**settings, **changes}), model=model)
+    return EngineCore(SchedulerConfig(**{**settings, **changes}), model=model)
+
+
+def engine_of(core: EngineCore, runner: Any = None, **options: Any) -> Engine:
     info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
-    return Engine(core, runner or FakeRunner(block_size=64, vocab_size=VOCAB), info)
+    return Engine(core, runner or FakeRunner(block_size=64, vocab_size=VOCAB), info, **options)
+
+
+def make_engine(depth: int = 0, runner: Any = None, model: LatencyModel | None = None, **changes: Any) -> Engine:
+    return engine_of(make_core(depth, model, **changes), runner)
 
 
 class GatedRunner:
@@ -76,11 +83,6 @@ async def collect(engine: Engine, request: EngineRequest) -> tuple[list[int], Re
     async for output in outputs_of(engine, request):
         tokens += output.token_ids
     return tokens, output
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the event is a state of the engine, which has no waiter for it
-        await asyncio.sleep(0)
 
 
 async def test_aclose_aborts_even_before_the_first_read(engine: Engine) -> None:
@@ -185,9 +187,7 @@ async def test_a_step_ahead_begins_when_the_one_before_it_has_been_collected() -
 
 async def test_a_step_that_hangs_ends_every_stream_and_the_engine() -> None:
     runner = GatedRunner()
-    core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, block_size=64))
-    info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
-    engine = Engine(core, runner, info, step_limits=StepLimits(unknown=0.2))
+    engine = engine_of(make_core(), runner, step_limits=StepLimits(unknown=0.2))
     deaths: list[str] = []
     engine.on_death = lambda cause, _why: deaths.append(cause)
     await engine.start()
@@ -221,12 +221,8 @@ async def test_the_first_steps_may_take_longer_than_their_prediction_says() -> N
     """On a starved machine one took two seconds, and the server did not start."""
     runner = GatedRunner()
     runner.open = False
-    core = EngineCore(
-        SchedulerConfig(num_units=128, max_model_len=4096, block_size=64), model=LatencyModel(intercept=1e-4)
-    )
-    info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
     limits = StepLimits(floor=0.02)
-    engine = Engine(core, runner, info, step_limits=limits)
+    engine = engine_of(make_core(model=LatencyModel(intercept=1e-4)), runner, step_limits=limits)
     starting = asyncio.create_task(engine.start())
     assert await asyncio.to_thread(runner.entered.acquire, timeout=30)
     await asyncio.sleep(10 * limits.floor)
@@ -281,11 +277,9 @@ async def test_a_lost_device_is_asked_for_and_blames_nobody(monkeypatch: pytest.
 
 
 def make_planned_engine(plan_offline: Any, depth: int = 0) -> Engine:
-    core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, block_size=64, pipeline_depth=depth))
-    info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
-    runner = FakeRunner(block_size=64, vocab_size=VOCAB)
-    core.plan_offline = lambda now: plan_offline(core, now)  # type: ignore[method-assign]
-    return Engine(core, runner, info)
+    engine = make_engine(depth)
+    engine.core.plan_offline = lambda now: plan_offline(engine.core, now)  # type: ignore[method-assign]
+    return engine
 
 
 def dead(core: EngineCore, now: float) -> Generator[None, None, OfflinePlan]:
@@ -349,10 +343,9 @@ async def test_offline_requests_run_on_in_steps_that_are_shorter_than_a_plan(dep
 async def test_a_refused_request_is_a_part_of_the_recorded_load() -> None:
     slo = SLO.parse("ttft_p99=1s")
     model = OnlineModel(LatencyModel(intercept=0.01))
-    core = EngineCore(SchedulerConfig(num_units=128, max_model_len=4096, max_num_waiting=1, block_size=64), model=model)
+    core = make_core(model=model, max_num_waiting=1)
     keeper = Colocation(core, model, slo, initial_budget(slo, model.model))
-    info = EngineInfo(4096, VOCAB, frozenset(), "fake", "none", "none", 0)
-    engine = Engine(core, FakeRunner(block_size=64, vocab_size=VOCAB), info, colocation=keeper)
+    engine = engine_of(core, colocation=keeper)
     await engine.start()
     stream = await submit_one(engine, make_request("a", range(30), 2))
     with pytest.raises(QueueFullError):

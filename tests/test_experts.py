@@ -17,7 +17,7 @@ from test_cuda_runner import MetaTensors, driver_of
 from test_dry_device import PAGE, counts_of, launches_of, make_runner
 from test_kernel_check import faulty
 from test_runner import crowd, run_in_waves
-from test_transformers_model import generated
+from tiny_models import generated
 from torch import Tensor
 
 from engine.build.plan import plan_launch

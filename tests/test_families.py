@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import tiny_models
 import torch
-from driver import Driver, make_request
+from driver import Driver, make_request, small_config
 from hypothesis import HealthCheck, given
 from support.fuzz import fuzz
 
@@ -17,12 +17,10 @@ from engine.api import FinishReason, RequestClass
 from engine.cache.blocks import CacheAction
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.runner import Runner
-from engine.limits import SchedulerConfig
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import hidden_state_refusal, load_spec
 
-BLOCK = 4
 OUTPUT = 12
 TIE = 1e-4
 
@@ -46,17 +44,10 @@ def decoder_of(case: str) -> Decoder:
     return Decoder(spec, load_weights(spec, folder, dtype="float32"))
 
 
-@functools.cache
-def prompts_of(vocab_size: int) -> list[list[int]]:
+def prompts_of(case: str) -> list[list[int]]:
     """20 prompts of 1 to 70 tokens; some share long prefixes."""
-    generator = torch.Generator().manual_seed(7)
-    shared = torch.randint(3, vocab_size, (30,), generator=generator).tolist()
     lengths = [1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 31, 33, 40, 47, 58, 64, 70]
-    prompts = []
-    for index, length in enumerate(lengths):
-        own = torch.randint(3, vocab_size, (length,), generator=generator).tolist()
-        prompts.append((shared + own)[:length] if index % 3 == 0 else own)
-    return prompts
+    return tiny_models.prompts_of(decoder_of(case).spec.vocab_size, lengths, shared=30)
 
 
 @functools.cache
@@ -87,32 +78,10 @@ def assert_equal_but_for_ties(case: str, prompt: list[int], got: list[int]) -> N
             return
 
 
-def make_driver(
-    case: str,
-    *,
-    num_blocks: int,
-    prefix_caching: bool,
-    depth: int,
-    host_units: int = 0,
-    scratch_blocks: int = 0,
-    policy: str = "fcfs",
-    **changes: Any,
-) -> Driver:
-    decoder = decoder_of(case)
-    config = SchedulerConfig(
-        num_units=2 * num_blocks,
-        max_model_len=100,
-        block_size=BLOCK,
-        max_num_seqs=changes.pop("max_num_seqs", 8),
-        max_num_batched_tokens=changes.pop("max_num_batched_tokens", 24),
-        enable_prefix_caching=prefix_caching,
-        pipeline_depth=depth,
-        host_units=host_units,
-        unit_bytes=1,
-        scratch_blocks=scratch_blocks,
-    )
-    runner = Runner(TorchDevice(decoder, config.limits, scratch_blocks=scratch_blocks, host_units=host_units))
-    return Driver(runner, config, online_policy=policy)
+def make_driver(case: str, num_blocks: int, policy: str = "fcfs", **changes: Any) -> Driver:
+    config = small_config(num_blocks, **changes)
+    tiers = {"scratch_blocks": config.scratch_blocks, "host_units": config.host_units}
+    return Driver(Runner(TorchDevice(decoder_of(case), config.limits, **tiers)), config, online_policy=policy)
 
 
 @pytest.mark.slow
@@ -120,53 +89,35 @@ def make_driver(
     ("case", "prefix_caching"), [*((case, True) for case in CASES), ("qwen3", False), ("opt", False)]
 )
 def test_greedy_tokens_equal_transformers(case: str, prefix_caching: bool) -> None:
-    driver = make_driver(case, num_blocks=34, prefix_caching=prefix_caching, depth=int(prefix_caching))
-    prompts = prompts_of(decoder_of(case).spec.vocab_size)
-    for index, prompt in enumerate(prompts):
-        request_class = RequestClass.OFFLINE if index % 5 == 4 else RequestClass.ONLINE
-        driver.add(make_request(str(index), prompt, OUTPUT, request_class=request_class))
-        driver.step()
-    driver.run()
+    driver = make_driver(case, 34, enable_prefix_caching=prefix_caching, pipeline_depth=int(prefix_caching))
+    prompts = prompts_of(case)
+    outputs = driver.run_all(prompts, OUTPUT)
     stats = driver.stats()
     assert sum(stats.preemptions.values()) > 0, "the pool was meant to be too small"
     assert (stats.prefix_hit_tokens > 0) == prefix_caching
-    for index, prompt in enumerate(prompts):
-        assert len(driver.outputs[str(index)]) == OUTPUT
-        assert_equal_but_for_ties(case, prompt, driver.outputs[str(index)])
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output) == OUTPUT
+        assert_equal_but_for_ties(case, prompt, output)
 
 
 HYBRID_RUNS = [
-    ("opt", "apt", 0),
-    ("opt", "goodput", 1),
-    ("neox", "apt", 1),
-    ("llama-mha-tied", "apt", 0),
-    ("qwen3", "goodput", 0),
-    ("gemma3", "apt", 1),
-    ("llama-gqa2", "apt", 1),
-]
+    ("opt", "apt", 0), ("opt", "goodput", 1), ("neox", "apt", 1), ("llama-mha-tied", "apt", 0),
+    ("qwen3", "goodput", 0), ("gemma3", "apt", 1), ("llama-gqa2", "apt", 1),
+]  # fmt: skip
 """Case, policy and depth."""
 
 
 @pytest.mark.parametrize(("case", "policy", "depth"), HYBRID_RUNS)
 def test_greedy_tokens_over_the_hybrid_cache_equal_transformers(case: str, policy: str, depth: int) -> None:
-    offered = hidden_state_refusal(decoder_of(case).spec) is None
-    driver = make_driver(
-        case,
-        num_blocks=30,
-        prefix_caching=True,
-        depth=depth,
-        host_units=70,
-        scratch_blocks=12 if offered else 0,
-        policy=policy,
-    )
-    check_hybrid(driver, case)
+    scratch = 0 if hidden_state_refusal(decoder_of(case).spec) else 12
+    check_hybrid(make_driver(case, 30, policy, pipeline_depth=depth, host_units=70, scratch_blocks=scratch), case)
 
 
 def check_hybrid(driver: Driver, case: str) -> None:
     """Memory so short that requests start from hidden state where the model offers it and go to the host and back."""
     offered = driver.core.config.scratch_blocks > 0
     assert offered == (case != "llama-gqa2")
-    prompts = list(prompts_of(decoder_of(case).spec.vocab_size))
+    prompts = prompts_of(case)
     for index, prompt in enumerate(prompts):
         request_class = RequestClass.OFFLINE if index % 5 == 4 else RequestClass.ONLINE
         driver.add(make_request(str(index), prompt, OUTPUT, request_class=request_class))
@@ -206,10 +157,11 @@ def test_disturbed_outputs_equal_the_solo_run(
     depth: int, arrivals: list[Any], num_blocks: int, chunk: int, prefix_caching: bool
 ) -> None:
     case = "qwen3"
-    prompts = prompts_of(decoder_of(case).spec.vocab_size)
+    prompts = prompts_of(case)
     driver = make_driver(
-        case, num_blocks=num_blocks, prefix_caching=prefix_caching, depth=depth, max_num_batched_tokens=max(8, chunk)
-    )
+        case, num_blocks, enable_prefix_caching=prefix_caching, pipeline_depth=depth,
+        max_num_batched_tokens=max(8, chunk),
+    )  # fmt: skip
     aborts: dict[int, list[str]] = {}
     for step, (wait, which, abort_after, request_class) in enumerate(arrivals):
         for _ in range(wait):

@@ -20,6 +20,7 @@ from support.http import send
 from support.lazy import openai
 from support.tables import for_each
 from test_batches_api import check_types
+from test_journal import sql
 
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.files import MAX_OVERHEAD, MAX_PARTS, FileContent
@@ -285,6 +286,7 @@ async def test_a_disk_that_fails_anywhere_is_a_507_that_leaves_nothing(
             assert caught.value.status_code == 507 and caught.value.code == "insufficient_storage"
             assert leftovers(tmp_path) == {"files": [], "journals": [], "tmp": []}
         assert (await upload(client, b"x")).bytes == 1
+        assert sql(tmp_path, "SELECT * FROM announced") == []
 
 
 async def test_a_row_that_cannot_be_stored_takes_the_file_with_it(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import is_error, submit_one
-from test_process import CHILD, CONFIG, POISON, answers, children, collect, mixture, request, until, until_idle
+from driver import is_error, submit_one, until
+from test_process import CHILD, CONFIG, POISON, answers, children, collect, mixture, request, until_idle
 
 from engine.api import EngineRequest, FinishReason, RequestClass, SamplingParams
 from engine.client import EngineState

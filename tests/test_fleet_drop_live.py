@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from driver import until
 from test_fleet_pipelines import ends_whole, killing_before, overload_of
-from test_process import collect, until
+from test_process import collect
 
 from engine.api import EngineRequest, SamplingParams
 from engine.client import EngineState, PipelineStats

@@ -11,11 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from batch_tools import FAST, client_of, eventually, open_folder
-from fake_engine import Served, serve
-from fixtures import refuse_blocking
+from batch_tools import eventually
+from fake_engine import Served
 from support.lazy import openai
-from test_process_http import CHILD, CONFIG, everything
+from test_process_http import CHILD, CONFIG, everything, served_by
 
 from engine.client import EngineState
 from engine.fleet.client import FleetClient
@@ -39,15 +38,8 @@ async def server(
         return EngineProcess(CONFIG, ProcessOptions(command=command, policy=policy, changed=changed, waits=False))
 
     fleet = await asyncio.to_thread(FleetClient, make, len(faults), lines=8, patience=60.0)
-    await asyncio.to_thread(fleet.load, lambda _planned: None)  # as `serve` does before there is an app
-    folder = await open_folder(root / "state")
-    served_engine: Any = fleet
-    with refuse_blocking():
-        async with (
-            serve(served_engine, tokenizer, None, folder=folder, batch_limits=FAST) as served,
-            client_of(served, timeout=120) as client,
-        ):
-            yield served, client, fleet
+    async with served_by(fleet, tokenizer, root) as (served, client):
+        yield served, client, fleet
 
 
 @pytest.mark.slow

@@ -1,13 +1,11 @@
 """When engines drop layers and have them back: by reports alone, on a clock of the test's own."""
 
 import hypothesis.strategies as st
-from driver import Driver
-from fakes.runner import FakeRunner
+from driver import fake_driver, small_config
 from hypothesis import given
 from test_fleet_parts import asked
 
 from engine.fleet.overload import EXPECTED, FALLING, Group, Watch
-from engine.limits import SchedulerConfig
 from engine.scheduling.report import peak_growth, report_load
 
 
@@ -86,8 +84,7 @@ def test_growth_is_that_of_the_worst_moment(runs: list[tuple[float, int]], later
 
 
 def test_an_engine_tells_how_much_more_its_chats_will_need() -> None:
-    config = SchedulerConfig(num_units=400, max_model_len=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
-    driver = Driver(FakeRunner(block_size=4, vocab_size=405), config)
+    driver = fake_driver(small_config(200, max_model_len=64, max_num_batched_tokens=64), 405)
     for index in range(40):
         driver.add(asked(f"{index:02}", 5, max_tokens=8))
     driver.run()

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from driver import Driver
-from fakes.runner import FakeRunner
+from driver import fake_driver, small_config
+from fake_engine import colocation_stats
 
 from engine.api import EngineRequest, RequestClass, SamplingParams, TokenCosts
 from engine.client import (
@@ -41,7 +41,6 @@ from engine.fleet.routing import (
     shares,
     windows,
 )
-from engine.limits import SchedulerConfig
 from engine.machine.facts import HOST_ENGINES, Resources, share_out
 from engine.process.life import SentRequests
 from engine.scheduling.report import report_load
@@ -60,10 +59,8 @@ def asked(name: str, prompt: int, offline: bool = False, **sampling: Any) -> Eng
 
 def test_an_engine_reports_what_waits_what_runs_and_what_chats_could_get() -> None:
     """Blocks of four tokens, of two units each; steps of eight tokens for two requests at most."""
-    config = SchedulerConfig(
-        num_units=40, max_model_len=64, block_size=4, max_num_seqs=2, max_num_batched_tokens=8, min_prefill_chunk=8
-    )
-    driver = Driver(FakeRunner(block_size=4, vocab_size=405), config)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "min_prefill_chunk": 8}
+    driver = fake_driver(small_config(20, max_model_len=64, **limits), 405)
     for request in (asked("line", 3, offline=True, max_tokens=30), asked("long", 20), asked("later", 9)):
         driver.add(request)
     report = report_load(driver.core.state, driver.now)
@@ -86,10 +83,7 @@ def test_an_engine_reports_what_waits_what_runs_and_what_chats_could_get() -> No
 
 
 def test_what_lines_hold_is_there_for_chats() -> None:
-    driver = Driver(
-        FakeRunner(block_size=4, vocab_size=405),
-        SchedulerConfig(num_units=40, max_model_len=64, block_size=4, max_num_seqs=4),
-    )
+    driver = fake_driver(small_config(20, max_model_len=64, max_num_seqs=4), 405)
     driver.add(asked("line", 30, offline=True, max_tokens=30))
     while not driver.stats().units_owned:
         driver.step()
@@ -186,13 +180,10 @@ def view(number: int, stats: EngineStats) -> EngineView:
 
 
 def colocation_of(**changes: Any) -> ColocationStats:
-    base: dict[str, Any] = {f.name: 0.0 for f in fields(ColocationStats)}
-    base |= {"slo": "ttft_p99=1s", "policy": "p", "rule": "r", "budget_origin": "", "held": "", "breaker": "closed"}
-    base |= {"breaker_cause": None, "objectives": (), "good_requests": 0, "bad_requests": 0, "classes": ()}
-    base |= {"share_limit": "none"}
-    empty = ("learned", "margins", "refit_errors", "baseline_noise", "class_good", "class_bad", "class_refused")
-    base |= {name: {} for name in empty}
-    return ColocationStats(**base | changes)
+    """Every number is zero."""
+    zeros = {f.name: 0 for f in fields(ColocationStats) if f.type in ("int", "float", int, float)}
+    empty = {"objectives": (), "held": "", "breaker": "closed", "breaker_cause": None, "budget_origin": ""}
+    return colocation_stats(**zeros | empty | changes)
 
 
 def test_every_figure_of_all_engines() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from driver import until
 from test_fleet import fleet_of, kill, undying
-from test_process import CONFIG, collect, mixture, request, summed, until, until_idle
+from test_process import CONFIG, collect, mixture, request, summed, until_idle
 
 from engine.api import EngineRequest, FinishReason
 from engine.client import EngineState

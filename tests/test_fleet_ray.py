@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from driver import until
 from test_fleet import answers, undying
 from test_process import CHILD, CONFIG, children, until_idle
 
@@ -128,8 +129,7 @@ async def said(fleet: FleetClient) -> dict[str, tuple[Any, ...]]:
 
 async def both_run_again(fleet: FleetClient, made: list[Any]) -> None:
     """One has been replaced."""
-    while len(made) < 3 or not all(member.engine.is_up for member in fleet._members):  # noqa: ASYNC110 - of threads
-        await asyncio.sleep(0.01)
+    await until(lambda: len(made) >= 3 and all(member.engine.is_up for member in fleet._members))
 
 
 def test_what_an_engine_takes_of_a_cluster() -> None:

@@ -3,28 +3,23 @@
 import asyncio
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from driver import submit_one
+from driver import submit_one, until
+from test_process import engine_process
 
 from engine import flight
 from engine.api import EngineRequest, SamplingParams
 from engine.client import EngineInfo
-from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.flight import Completed, Facts, FailedStep, Flights, Idle, Launched
 from engine.process.client import EngineProcess
-from engine.process.launcher import ProcessOptions
-from engine.process.requests import RestartPolicy
 from engine.scheduling.output import Chunk
 from tidemill.cli import main
 from tidemill.commands.state import table
 
-CHILD = Path(__file__).parent / "scripted_child.py"
 ENTRIES = [
     Launched(96.0, 7, ["a", "b"], (Chunk(0, 9, 1, True), Chunk(1, 0, 64, False)), (("b", 100),), 0, 0.02, 1),
     Completed(97.0, 7, 1, 0.025),
@@ -75,23 +70,8 @@ def test_the_table_says_what_each_step_held_and_who_was_in_the_last(
     assert lines[6:] == ["in the last steps: b, up to token 100"]
 
 
-@asynccontextmanager
-async def engine_process(folder: Path, faults: str) -> AsyncIterator[EngineProcess]:
-    await asyncio.to_thread((folder / "children").mkdir)
-    engine = EngineProcess(
-        EngineConfig(slo="ttft_p99=20s"),
-        ProcessOptions(
-            command=[sys.executable, "-P", str(CHILD), str(folder / "children"), faults],
-            pid_file=folder / "engine.pid",
-            policy=RestartPolicy(max_delay=0.05),
-            flights=Flights(folder / "flights", "scripted"),
-        ),
-    )
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
+def recorded_process(folder: Path, faults: str) -> AbstractAsyncContextManager[EngineProcess]:
+    return engine_process(folder / "children", faults, flights=Flights(folder / "flights", "scripted"))
 
 
 async def kept(folder: Path, number: int) -> list[flight.Recording]:
@@ -105,7 +85,7 @@ async def kept(folder: Path, number: int) -> list[flight.Recording]:
 
 async def test_what_ran_when_the_process_was_killed_is_kept(tmp_path: Path) -> None:
     prompt = (201, 202, 203)
-    async with engine_process(tmp_path, "") as engine:
+    async with recorded_process(tmp_path, "") as engine:
         asked = EngineRequest("asked", prompt, SamplingParams(max_tokens=300), adapter=1)
         stream = await submit_one(engine, asked)
         for _ in range(3):
@@ -119,7 +99,7 @@ async def test_what_ran_when_the_process_was_killed_is_kept(tmp_path: Path) -> N
 
 
 async def test_a_failed_step_is_kept_although_the_process_lives(tmp_path: Path) -> None:
-    async with engine_process(tmp_path, "oom:3") as engine:
+    async with recorded_process(tmp_path, "oom:3") as engine:
         stream = await submit_one(engine, EngineRequest("asked", (1, 2, 3), SamplingParams(max_tokens=9)))
         assert len([output async for output in stream]) == 9
         (recording,) = await kept(tmp_path, 1)
@@ -132,5 +112,4 @@ async def test_a_disk_that_is_full_costs_the_recording_only(tmp_path: Path, capl
     flights = Flights(tmp_path / "flights", "demo")
     info = EngineInfo(512, 405, frozenset(), "scripted", "none", "none", 0)
     flights.keep("killed", info, ENTRIES)
-    while "could not be written" not in caplog.text:  # noqa: ASYNC110 - a thread says it
-        await asyncio.sleep(0.01)
+    await until(lambda: "could not be written" in caplog.text)

@@ -4,12 +4,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from driver import Driver, make_request
-from fakes.runner import FakeRunner, solo
+from driver import Driver, fake_driver, make_request, small_config
+from fakes.runner import solo
 
 from engine.api import EngineRequest, FinishReason, RequestClass
 from engine.cache.blocks import CacheAction, CacheKind
-from engine.limits import SchedulerConfig
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.output import SchedulerOutput
 from predictor.model import LatencyModel
@@ -17,45 +16,20 @@ from predictor.model import LatencyModel
 BLOCK = 4
 VOCAB = 50
 MODEL = LatencyModel(
-    intercept=0.01,
-    decodes=1e-4,
-    prefill_chunks=1e-3,
-    prefill_tokens=1e-3,
-    transferred=1e-6,
-    restored=1e-5,
+    intercept=0.01, decodes=1e-4, prefill_chunks=1e-3, prefill_tokens=1e-3, transferred=1e-6, restored=1e-5,
     compact=1e-6,
-)
+)  # fmt: skip
 
 
 def make(
-    depth: int = 0,
-    *,
-    blocks: int = 10,
-    host: int = 0,
-    scratch: int = 0,
-    rows: int = 8,
-    batch: int = 64,
-    policy: str = "fcfs",
-    model: LatencyModel | None = None,
-    fail: frozenset[int] = frozenset(),
-    **options: int,
-) -> Driver:
-    config = SchedulerConfig(
-        num_units=2 * blocks,
-        max_model_len=4 * BLOCK * blocks,
-        block_size=BLOCK,
-        max_num_seqs=rows,
-        max_num_batched_tokens=batch,
-        pipeline_depth=depth,
-        host_units=host,
-        unit_bytes=1,
-        scratch_blocks=scratch,
-        **options,
-    )
-    runner = FakeRunner(
-        block_size=BLOCK, vocab_size=VOCAB, host_units=host, scratch_blocks=scratch, fail_after_operations=fail
-    )
-    return Driver(runner, config, online_policy=policy, model=model)
+    depth: int = 0, blocks: int = 10, host: int = 0, scratch: int = 0, policy: str = "fcfs",
+    model: LatencyModel | None = None, fail: frozenset[int] = frozenset(), **options: float,
+) -> Driver:  # fmt: skip
+    config = small_config(
+        blocks, max_model_len=4 * BLOCK * blocks, max_num_batched_tokens=64, pipeline_depth=depth, host_units=host,
+        scratch_blocks=scratch, **options,
+    )  # fmt: skip
+    return fake_driver(config, VOCAB, {"fail_after_operations": fail}, online_policy=policy, model=model)
 
 
 def check_solo(driver: Driver, *requests: EngineRequest) -> None:
@@ -180,12 +154,7 @@ def test_hidden_state_becomes_kv_when_the_room_is_back(depth: int) -> None:
 
 
 def test_an_expensive_rho_refuses_hidden_state(depth: int) -> None:
-    costly = SchedulerConfig(
-        num_units=24, max_model_len=200, block_size=BLOCK, pipeline_depth=depth, scratch_blocks=40, rho=10.0
-    )
-    driver = Driver(
-        FakeRunner(block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=40), costly, online_policy="apt", model=MODEL
-    )
+    driver = make(depth, blocks=12, scratch=40, policy="apt", model=MODEL, rho=10.0)
     requests = [make_request(str(i), [i] * 14, 10) for i in range(8)]
     driver.add(*requests)
     while driver.step():

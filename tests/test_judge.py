@@ -124,12 +124,3 @@ def test_means_are_compared_request_by_request() -> None:
     assert excess_over(objectives["tbt_p99"], long, alone, (1.0, 0.02)) == pytest.approx(-0.1)
     assert excess_over(objectives["ttft_mean"], Served(0.0, None, []), alone, (1.0, 0.02)) is None
     assert excess_over(objectives["ttft_mean"], long, {"ttft_mean": 0.0}, (0.0, 0.0)) is None
-
-
-def test_own_values() -> None:
-    per = {o.key: o for o in SLO.parse("ttft_p99=1s,tbt_p50=1s,tpot_p99=1s").objectives}
-    served = Served(0.0, 0.5, [0.1, 0.2, 0.6])
-    values = {key: objective.value(served.ttft, served.gaps) for key, objective in per.items()}
-    assert values == {"ttft_p99": 0.5, "tbt_p50": 0.2, "tpot_p99": pytest.approx(0.3)}
-    assert per["tbt_p50"].value(0.5, []) == 0.0
-    assert per["tbt_p50"].value(None, []) == math.inf

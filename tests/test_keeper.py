@@ -53,15 +53,9 @@ def make_keeper(slo: SLO = LIMITS) -> tuple[EngineCore, Colocation]:
 
 
 def output_of(
-    name: str,
-    tokens: int,
-    at: float,
-    *,
-    reason: FinishReason | None = None,
-    offline: bool = False,
-    beside: bool = False,
-    arrival: float = 0.0,
-) -> RequestOutput:
+    name: str, tokens: int, at: float, reason: FinishReason | None = None, offline: bool = False,
+    beside: bool = False, arrival: float = 0.0,
+) -> RequestOutput:  # fmt: skip
     times = RequestTimes(arrival=arrival, first_token=at if tokens else None, last_token=at)
     request_class = RequestClass.OFFLINE if offline else RequestClass.ONLINE
     return RequestOutput(
@@ -79,14 +73,10 @@ def live(
     """One online request from its first token to its end; when it ends. Steps take the predicted time."""
     now = arrival + ttft
     times = RequestTimes(arrival=arrival, first_token=now)
-    count = len(gaps) + 1
-    for index in range(count):
-        now += gaps[index - 1] if index else 0.0
-        reason = FinishReason.LENGTH if index == count - 1 else None
-        output = RequestOutput(
-            name, [1], None, times, 10, 0, index + 1, reason, request_class=RequestClass.ONLINE, beside_offline=beside
-        )
-        keeper.on_step(STEP, 0.0082, [output], now)
+    for count, gap in enumerate((0.0, *gaps), 1):
+        now += gap
+        output = output_of(name, 1, now, FinishReason.LENGTH if count > len(gaps) else None, beside=beside)
+        keeper.on_step(STEP, 0.0082, [output._replace(times=times, num_output_tokens=count)], now)
     return now
 
 
@@ -100,9 +90,7 @@ def test_requests_are_judged_by_ttft_and_their_own_gaps() -> None:
     keeper.on_step(STEP, 0.0082, [output_of("hung up", 1, 1.5, arrival=1.2)], 1.5)
     keeper.on_end(output_of("hung up", 0, 1.5, reason=FinishReason.ABORT, arrival=1.2), 1.7)
     stats = keeper.stats(2.0)
-    assert (stats.good_requests, stats.bad_requests) == (1, 3), (
-        "a client that left after 200 ms without a token counts as a miss"
-    )
+    assert (stats.good_requests, stats.bad_requests) == (1, 3), "one left after 200 ms without a token: a miss"
     assert stats.attainment == pytest.approx(1 / 4)
     assert {s.objective: s.attainment for s in stats.objectives} == {"ttft_p99=500ms": 0.75, "tbt_p99=60ms": 0.5}
     assert len(keeper.load.arrivals) == 5, "the one that left was load all the same"
@@ -116,9 +104,8 @@ def test_misses_beside_offline_work_open_the_breaker_at_any_rate_and_time_closes
     assert keeper.stats(ends[-1]).breaker == "open"
     assert core.state.offline_share == 0.0
     keeper.on_arrival(RequestClass.ONLINE, ends[-1] + OPEN_SECONDS)
-    assert core.state.offline_share == pytest.approx(SMALLEST_SHARE, rel=0.05), (
-        "no step is needed: an arrival tells the time"
-    )
+    share = core.state.offline_share
+    assert share == pytest.approx(SMALLEST_SHARE, rel=0.05), "no step is needed: an arrival tells the time"
     keeper.on_end(output_of("x", 0, 1.0, reason=FinishReason.ABORT), ends[-1] + 1000.0)
     assert core.state.offline_share > SMALLEST_SHARE, "nor is one here"
 
@@ -342,15 +329,9 @@ def test_cached_prompts_are_cheaper_in_the_replay() -> None:
 def test_replays_run_the_policies_of_the_server() -> None:
     window = poisson_window(6.0, 300, 200, 10.0, 1)
     tight = replace(CONFIG, num_units=2 * 120, max_queue_time=UNLIMITED_QUEUE)
-    means = {
-        policy: replay(
-            window,
-            ReplayedServer(MODEL, SLO.parse("ttft_mean=1s"), tight, online_policy=policy),
-            BudgetParams("hygen", 0.0),
-        )["ttft_mean"]
-        for policy in ("fcfs", "larry", "apt")
-    }
-    assert len(set(means.values())) == 3
+    server = ReplayedServer(MODEL, SLO.parse("ttft_mean=1s"), tight)
+    servers = [replace(server, online_policy=policy) for policy in ("fcfs", "larry", "apt")]
+    assert len({replay(window, each, BudgetParams("hygen", 0.0))["ttft_mean"] for each in servers}) == 3
     with pytest.raises(ConfigError, match="unknown online policy"):
         replay(window, replace(SERVER, online_policy="none"), BudgetParams("hygen", 0.0))
 
@@ -560,9 +541,8 @@ def test_who_has_not_come_for_long_is_not_waited_for() -> None:
     slo = SLO.parse("ttft_mean=5%")
     for rate, awaited in ((2.0, SHORTEST_AWAITED), (0.05, 60.0), (1 / 900, 600.0), (0.0, 600.0)):
         assert ArrivalWaits.of(slo, MODEL, [("default", 40)], rate).awaited == pytest.approx(awaited)
-    objective = ArrivalWaits.of(slo, MODEL, [("default", 40)], 2.0).objective(
-        slo, BudgetParams("tidemill", 0.05), searched=True
-    )
+    waits = ArrivalWaits.of(slo, MODEL, [("default", 40)], 2.0)
+    objective = waits.objective(slo, BudgetParams("tidemill", 0.05), searched=True)
     always = idle_run(replace(objective, wait=math.inf), prompt=40, chats=1)
     never = idle_run(replace(objective, awaited=math.inf), prompt=40, chats=1)
     run = idle_run(objective, prompt=40, chats=1)  # one at the beginning of 32 s
@@ -607,18 +587,13 @@ def idle_run(objective: StepObjective, offline: bool = True, prompt: int = 200, 
     arrivals = tuple(OnlineArrival(0.503 * (index + 1), Lengths(prompt, 1)) for index in range(chats))
     workload = ReplayWindow(arrivals, 32.0, (Lengths(400, 16),))
     requests = workload.offline(CONFIG.max_model_len, seed=1) if offline else None
-    return VirtualDriver(core, PredictedRunner(MODEL), workload.online(CONFIG.max_model_len), requests).run(
-        32.0, drain=5.0
-    )
+    driver = VirtualDriver(core, PredictedRunner(MODEL), workload.online(CONFIG.max_model_len), requests)
+    return driver.run(32.0, drain=5.0)
 
 
 def test_a_trial_teaches_nothing_but_its_tokens_count() -> None:
     _core, keeper = make_keeper()
     before, scale = keeper.model.num_observed, keeper.model.scale
-    times = RequestTimes(arrival=0.0, first_token=0.1, last_token=0.2)
-    output = RequestOutput(
-        "a", [1], None, times, 10, 0, 1, FinishReason.LENGTH, request_class=RequestClass.ONLINE, beside_offline=True
-    )
-    keeper.on_step(STEP, 0.5, [output], 0.2, None, True)
+    keeper.on_step(STEP, 0.5, [output_of("a", 1, 0.2, FinishReason.LENGTH, beside=True)], 0.2, None, True)
     assert (keeper.model.num_observed, keeper.model.scale) == (before, scale)
     assert keeper.stats(0.2).attainment == 1.0

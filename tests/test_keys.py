@@ -7,9 +7,10 @@ from typing import Any
 import httpx
 import pytest
 from batch_tools import batch_server, digest, key_file
+from fake_engine import colocation_stats
 from support.tables import for_each
 
-from engine.client import ColocationStats, EngineStats
+from engine.client import EngineStats
 from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.config import ServerConfig
@@ -73,18 +74,12 @@ def test_keys_of_the_command_line_are_one_tenant_and_operators_without_a_key_fil
 
 
 async def test_no_tenant_sees_the_figures_of_another(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    colocation = ColocationStats(
-        slo="ttft_p99=1s", attainment=1.0, good_requests=3, bad_requests=0, objectives=(), online_rate=0.0,
-        policy="p", rule="r", latency_budget=0.1,
-        interference_weight=0.0, decode_value=0.0, breaker="closed", breaker_cause=None, breaker_openings=0,
-        predictor_mape=0.0, offline_tokens=0, budget_origin="prior", offline_share=1.0, held="",
-    )  # fmt: skip
     lines = [f"{digest('a')} acme", f"{digest('b')} operator", f"{digest('m')} boss metrics"]
 
     async def seen(*lines: str, **config: Any) -> dict[str | None, tuple[int, bool]]:
         file = key_file(tmp_path, *lines) if lines else None
         async with batch_server(tokenizer, tmp_path / "state", api_key_file=file, **config) as (served, _):
-            served.engine.snapshot = EngineStats(colocation=colocation)
+            served.engine.snapshot = EngineStats(colocation=colocation_stats())
             found: dict[str | None, tuple[int, bool]] = {}
             async with httpx.AsyncClient(timeout=60, base_url=served.url) as client:
                 for key in (None, "a", "b", "m", "direct"):

@@ -4,11 +4,11 @@ import math
 import random
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from driver import Driver, make_request
-from fakes.runner import FakeRunner
+from driver import Driver, fake_driver, make_request, small_config
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from integrity import check_core
@@ -28,20 +28,9 @@ BLOCK = 4
 WINDOW = 256
 
 
-def spec(
-    request_id: str,
-    *,
-    lane: Lane = Lane.BATCH,
-    tenant: str = "",
-    job: str = "",
-    prompt: tuple[int, ...] = (1,) * 8,
-    max_tokens: int = 4,
-    deadline: float = math.inf,
-) -> EngineRequest:
+def spec(request_id: str, prompt: tuple[int, ...] = (1,) * 8, max_tokens: int = 4, **fields: Any) -> EngineRequest:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return EngineRequest(
-        request_id, prompt, sampling, RequestClass.OFFLINE, deadline=deadline, tenant=tenant, job=job, lane=lane
-    )
+    return EngineRequest(request_id, prompt, sampling, RequestClass.OFFLINE, **fields)
 
 
 def waiting(request: EngineRequest, order: int) -> Request:
@@ -347,15 +336,8 @@ TestQueueMachine = machine_test(QueueMachine, 60, 50)
 
 
 def make_driver(policy: str, rows: int = 8) -> Driver:
-    config = SchedulerConfig(
-        num_units=2 * 200,
-        max_model_len=256,
-        block_size=BLOCK,
-        max_num_seqs=rows,
-        max_num_batched_tokens=64,
-        max_num_waiting=12,
-    )
-    return Driver(FakeRunner(block_size=BLOCK, vocab_size=64), config, offline_policy=policy)
+    limits = {"max_num_seqs": rows, "max_num_batched_tokens": 64, "max_num_waiting": 12}
+    return fake_driver(small_config(200, max_model_len=256, **limits), 64, offline_policy=policy)
 
 
 def test_running_flex_gets_its_share_of_a_step_before_batch_lines() -> None:
@@ -426,10 +408,8 @@ def test_equal_prefixes_of_different_jobs_of_a_tenant_meet_in_the_cache() -> Non
     """Three jobs hold the same 16 prefixes, two lines each, in different orders; the cache holds four prefixes."""
 
     def hit_tokens(tenants: str) -> int:
-        config = SchedulerConfig(
-            num_units=120, max_model_len=128, block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=64
-        )
-        driver, rng = Driver(FakeRunner(block_size=BLOCK, vocab_size=64), config), random.Random(1)
+        config = small_config(60, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=64)
+        driver, rng = fake_driver(config, 64), random.Random(1)
         for job, tenant in enumerate(tenants):
             for prefix in rng.sample(range(16), 16):
                 for line in range(2):

@@ -1,5 +1,7 @@
 """Requests that miss their objective: `goodput`'s evictions and order, its tail, early refusal."""
 
+from typing import Any
+
 import pytest
 from driver import Driver, make_request
 from test_hybrid_scheduling import MODEL, check_solo, make
@@ -12,10 +14,15 @@ from engine.scheduling.objective import StepObjective
 TTFT = 2.0
 
 
+def objective_driver(depth: int, **options: Any) -> Driver:
+    driver = make(depth, model=MODEL, **options)
+    driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+    return driver
+
+
 def late_and_new(depth: int, policy: str, blocks: int = 12, **options: int) -> Driver:
     """A request that missed its objective runs and holds most of the memory; then one comes that needs half of it."""
-    driver = make(depth, blocks=blocks, policy=policy, model=MODEL, max_queue_time=UNLIMITED_QUEUE, **options)
-    driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+    driver = objective_driver(depth, blocks=blocks, policy=policy, max_queue_time=UNLIMITED_QUEUE, **options)
     driver.add(make_request("late", [1] * 28, 16))
     driver.now = TTFT + 1.0
     driver.step()
@@ -58,8 +65,7 @@ def test_savable_requests_start_first_when_time_is_short() -> None:
     """Memory for all requests: only the token limit of a step makes the queue wait."""
     started = {}
     for policy in ("fcfs", "goodput-strict"):
-        driver = make(0, blocks=200, policy=policy, model=MODEL)
-        driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+        driver = objective_driver(0, blocks=200, policy=policy)
         driver.add(*(make_request(f"old-{i}", [i] * 64, 2) for i in range(3)))
         driver.now = TTFT + 1.0
         driver.add(make_request("new", [9] * 64, 2))
@@ -72,8 +78,7 @@ def test_savable_requests_start_first_when_time_is_short() -> None:
 @pytest.mark.parametrize("policy", ["apt", "goodput"])
 def test_growth_takes_the_memory_of_late_requests_first(depth: int, policy: str) -> None:
     """The late one is the older: by age alone the younger would lose."""
-    driver = make(depth, blocks=12, policy=policy, model=MODEL)
-    driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+    driver = objective_driver(depth, blocks=12, policy=policy)
     old, young = make_request("old", [1] * 18, 20), make_request("young", [2] * 18, 20)
     driver.add(old)
     driver.now = TTFT + 1.0
@@ -87,8 +92,7 @@ def test_growth_takes_the_memory_of_late_requests_first(depth: int, policy: str)
 @pytest.mark.parametrize(("policy", "loses"), [("fcfs", "small"), ("apt", "large"), ("goodput", "large")])
 def test_growth_takes_the_memory_of_least_value_per_unit(depth: int, policy: str, loses: str) -> None:
     """The large one is the older: by age alone the small one would lose."""
-    driver = make(depth, blocks=13, policy=policy, model=MODEL)
-    driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+    driver = objective_driver(depth, blocks=13, policy=policy)
     large, small = make_request("large", [1] * 30, 12), make_request("small", [2] * 6, 12)
     driver.add(large, small)
     driver.run()
@@ -97,8 +101,7 @@ def test_growth_takes_the_memory_of_least_value_per_unit(depth: int, policy: str
 
 
 def test_offline_work_loses_before_late_online_work() -> None:
-    driver = make(0, blocks=20, policy="goodput-strict", model=MODEL)
-    driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+    driver = objective_driver(0, blocks=20, policy="goodput-strict")
     driver.add(make_request("late", [1] * 28, 16))
     driver.now = TTFT + 1.0
     driver.add(make_request("batch", [5] * 28, 16, request_class=RequestClass.OFFLINE))
@@ -126,8 +129,7 @@ def test_early_refusal_can_be_switched_off() -> None:
 def test_late_requests_leave_room_for_those_to_come(depth: int) -> None:
     """Beside running work the last quarter of the pool is not for late requests; alone they may take all of it."""
     for policy, running in (("goodput-strict", 1), ("goodput", 2)):
-        driver = make(depth, blocks=12, policy=policy, model=MODEL, max_queue_time=UNLIMITED_QUEUE)
-        driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+        driver = objective_driver(depth, blocks=12, policy=policy, max_queue_time=UNLIMITED_QUEUE)
         driver.add(make_request("big", [1] * 22, 4), make_request("other", [2] * 18, 4))
         driver.now = TTFT + 1.0
         driver.step()
@@ -138,8 +140,7 @@ def test_late_requests_leave_room_for_those_to_come(depth: int) -> None:
 def test_late_requests_do_not_slow_the_others_by_hidden_state(depth: int) -> None:
     """KV has room for three of eight prompts; none may start from hidden state once all have missed the objective."""
     for arrived_late in (False, True):
-        driver = make(depth, blocks=12, scratch=40, policy="apt", model=MODEL)
-        driver.core.set_objective(StepObjective(ttft=TTFT, tbt=TTFT))
+        driver = objective_driver(depth, blocks=12, scratch=40, policy="apt")
         driver.add(*(make_request(str(i), [i] * 14, 10) for i in range(8)))
         driver.now = TTFT + 1.0 if arrived_late else 0.5
         driver.step()

@@ -11,8 +11,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from driver import Driver, make_request
-from fakes.runner import FakeRunner
+from driver import fake_driver, make_request, small_config
 from hypothesis import given
 
 from engine.api import EngineRequest, RequestTimes, SamplingParams
@@ -155,16 +154,9 @@ def test_urgent_prompts_without_end_never_stop_the_long_one(policy: str, tokens:
 
 def test_who_starts_first_leaves_the_memory_of_a_prompt_in_progress_alone() -> None:
     """The long prompt holds its first blocks only; urgent ones may not take the room of the others."""
-    config = SchedulerConfig(
-        num_units=2 * 50, max_model_len=200, block_size=4, max_num_batched_tokens=40, min_prefill_chunk=8
-    )
-    driver = Driver(
-        FakeRunner(block_size=4, vocab_size=40),
-        config,
-        online_policy="goodput",
-        model=LatencyModel(intercept=0.01, prefill_tokens=1e-3),
-        objective=StepObjective(0.1, 1.0),
-    )
+    config = small_config(50, max_model_len=200, max_num_seqs=64, max_num_batched_tokens=40, min_prefill_chunk=8)
+    model = LatencyModel(intercept=0.01, prefill_tokens=1e-3)
+    driver = fake_driver(config, 40, online_policy="goodput", model=model, objective=StepObjective(0.1, 1.0))
     driver.add(make_request("long", [1] * 120, 4))
     driver.step()
     index = 0

@@ -7,15 +7,14 @@ import math
 import hypothesis.strategies as st
 import pytest
 from core_rules import CoreRules
-from driver import Driver, make_request
-from fakes.runner import FakeRunner
+from driver import fake_driver, make_request, small_config
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from support.fuzz import FULL
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass
 from engine.forms import Pooling
-from engine.limits import UNLIMITED_QUEUE, SchedulerConfig, most_blocks
+from engine.limits import UNLIMITED_QUEUE, most_blocks
 from engine.scheduling.objective import StepObjective
 from predictor.budget import BudgetParams, Promise
 from predictor.model import LatencyModel
@@ -39,13 +38,7 @@ objectives = st.builds(
     wait=st.sampled_from([math.inf, math.inf, 0.0001, 0.02]),
 )
 
-PROMISES = (
-    None,
-    Promise("premium", 0.001, 0.05),
-    None,
-    Promise("agent", e2e=1e3),
-    Promise("default", 9.0, 0.001, 1e3),
-)
+PROMISES = (None, Promise("premium", 0.001, 0.05), None, Promise("agent", e2e=1e3), Promise("default", 9.0, 0.001, 1e3))
 
 
 class LivenessMachine(CoreRules):
@@ -65,53 +58,26 @@ class LivenessMachine(CoreRules):
         window=st.sampled_from([0, 0, 1, 6, 17]),
     )
     def start(
-        self,
-        limit: int,
-        depth: int,
-        seqs: int,
-        tokens: int,
-        policy: str,
-        tiers: tuple[int, int],
-        objective: StepObjective,
-        share: float,
-        window: int = 0,
-    ) -> None:
+        self, limit: int, depth: int, seqs: int, tokens: int, policy: str, tiers: tuple[int, int],
+        objective: StepObjective, share: float, window: int = 0,
+    ) -> None:  # fmt: skip
         host_units, scratch_blocks = tiers
         scratch_blocks = 0 if window else scratch_blocks
         held = most_blocks(window, BLOCK, (1 + depth) * tokens)
         self.longest = POOL_TOKENS * (3 if held <= NUM_BLOCKS else 1)
-        config = SchedulerConfig(
-            num_units=2 * NUM_BLOCKS,
-            max_model_len=self.longest,
-            window=window,
-            block_size=BLOCK,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=tokens,
-            min_prefill_chunk=8,
-            pipeline_depth=depth,
-            max_queue_time=UNLIMITED_QUEUE,
-            host_units=host_units,
-            unit_bytes=1,
-            scratch_blocks=scratch_blocks,
-            max_offline_preemptions=limit,
-        )
-        runner = FakeRunner(
-            block_size=BLOCK, vocab_size=VOCAB, scratch_blocks=scratch_blocks, host_units=host_units, window=window
-        )
-        self.driver = Driver(runner, config, online_policy=policy, model=MODEL, objective=objective)
+        config = small_config(
+            NUM_BLOCKS, max_model_len=self.longest, window=window, max_num_seqs=seqs, max_num_batched_tokens=tokens,
+            min_prefill_chunk=8, pipeline_depth=depth, max_queue_time=UNLIMITED_QUEUE, host_units=host_units,
+            scratch_blocks=scratch_blocks, max_offline_preemptions=limit,
+        )  # fmt: skip
+        self.driver = fake_driver(config, VOCAB, online_policy=policy, model=MODEL, objective=objective)
         self.driver.core.set_offline_share(share)
         self.requests: dict[str, EngineRequest] = {}
 
     def _arrive(
-        self,
-        request_class: RequestClass,
-        prefix: list[int],
-        length: int,
-        output: int,
-        tenant: str,
-        lane: Lane = Lane.BATCH,
-        pooling: Pooling | None = None,
-    ) -> None:
+        self, request_class: RequestClass, prefix: list[int], length: int, output: int, tenant: str,
+        lane: Lane = Lane.BATCH, pooling: Pooling | None = None,
+    ) -> None:  # fmt: skip
         name = str(len(self.requests))
         output = min(output, self.longest - 1)
         tail = [2 + len(self.requests) % 20] * (length * self.longest // POOL_TOKENS)
@@ -124,10 +90,7 @@ class LivenessMachine(CoreRules):
         self.driver.add(request)
 
     @rule(
-        prefix=st.sampled_from(PREFIXES),
-        length=st.integers(1, POOL_TOKENS),
-        output=st.integers(1, 12),
-        tenant=tenants,
+        prefix=st.sampled_from(PREFIXES), length=st.integers(1, POOL_TOKENS), output=st.integers(1, 12), tenant=tenants
     )
     def chat(self, prefix: list[int], length: int, output: int, tenant: str) -> None:
         self._arrive(RequestClass.ONLINE, prefix, length, output, tenant)
@@ -178,20 +141,10 @@ def run_machine(examples: int) -> None:
 @pytest.mark.parametrize("policy", ["apt", "goodput"])
 def test_a_running_prompt_that_an_older_one_takes_the_memory_of_is_passed_over(policy: str) -> None:
     """Found by the machine with longer histories: the knapsack had chosen among those that wait, and it waits now."""
-    config = SchedulerConfig(
-        num_units=28,
-        max_model_len=56,
-        block_size=4,
-        max_num_seqs=4,
-        max_num_batched_tokens=12,
-        min_prefill_chunk=4,
-        pipeline_depth=0,
-        max_queue_time=UNLIMITED_QUEUE,
-    )
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 12, "min_prefill_chunk": 4}
+    config = small_config(14, max_model_len=56, max_queue_time=UNLIMITED_QUEUE, **limits)
     objective = StepObjective(ttft=0.1, tbt=0.05)
-    driver = Driver(
-        FakeRunner(block_size=4, vocab_size=30), config, online_policy=policy, model=MODEL, objective=objective
-    )
+    driver = fake_driver(config, VOCAB, online_policy=policy, model=MODEL, objective=objective)
     for number, length in enumerate((18, 38, 32, 40)):
         driver.add(make_request(str(number), [2 + number] * length, 1))
     for _ in range(2):

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.tables import for_each
 
 from engine.colocation.tuner import STORE_BYTES, LoadStore
 from predictor.budget import BudgetParams, Promise
@@ -19,17 +20,7 @@ from predictor.budget_search import (
     cell_of,
     upper_rate,
 )
-from predictor.load import (
-    BUCKET,
-    NUM_BUCKETS,
-    REMEMBERED,
-    WEEK,
-    Lengths,
-    LoadModel,
-    LoadShape,
-    OnlineArrival,
-    resample,
-)
+from predictor.load import BUCKET, NUM_BUCKETS, REMEMBERED, WEEK, Lengths, LoadModel, LoadShape, OnlineArrival, resample
 from predictor.profile import ProfileKey
 
 SHAPE = LoadShape(100.0, 0.0, 50.0, 500.0, 60.0)
@@ -298,26 +289,16 @@ def test_it_is_bounded(tmp_path: Path) -> None:
     assert len(load.arrivals) == len(load.offline) == REMEMBERED and len(content) < STORE_BYTES / 10
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'{"schema": 99}',
-        b'{"schema": 1}',
-        b'{"schema": 1, "promise": "", "budgets": [], "load": {"week": [1, 2], "arrivals": [], "offline": []}}',
-        b'{"schema": 1, "promise": "", "budgets": [], "load": {"week": [' + b"NaN," * 1007 + b"1],"
-        b'"arrivals": [], "offline": []}}',
-        b'{"schema": 1, "promise": "", "budgets": [], "load": {"week": [' + b"null," * 1007 + b"1],"
-        b'"arrivals": [[1, "x", 2, 3]], "offline": []}}',
-        b'{"schema": 1, "promise": "", "budgets": [{"cell": 0}], "load": {"week": [' + b"null," * 1007 + b"1],"
-        b'"arrivals": [], "offline": []}}',
-        b"[" * 100_000,
-        b" " * (STORE_BYTES + 1),
-    ],
-)
+def record(budgets: bytes = b"", week: bytes = b"null," * 1007 + b"1", arrivals: bytes = b"") -> bytes:
+    load = b'{"week": [%b], "arrivals": [%b], "offline": []}' % (week, arrivals)
+    return b'{"schema": 1, "promise": "", "budgets": [%b], "load": %b}' % (budgets, load)
+
+
+@for_each("content", [
+    b"", b"{", b"[]", b"null", b'{"schema": 99}', b'{"schema": 1}', record(week=b"1, 2"),
+    record(week=b"NaN," * 1007 + b"1"), record(arrivals=b'[1, "x", 2, 3]'), record(budgets=b'{"cell": 0}'),
+    b"[" * 100_000, b" " * (STORE_BYTES + 1),
+])  # fmt: skip
 def test_a_damaged_file_is_ignored_with_one_line(tmp_path: Path, content: bytes) -> None:
     store = LoadStore(tmp_path, KEY, "")
     store.path.write_bytes(content)

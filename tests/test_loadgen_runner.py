@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import orjson
 import pytest
+from driver import until
 from loadgen_server import Script, serving
 
 from loadgen import metrics
@@ -246,8 +247,7 @@ async def run_jobs(script: Script, *, stop: bool = False, **more) -> Records:
 
 
 async def stop_when(script: Script, run: Run) -> None:
-    while not any(job["polls"] >= 2 for job in script.jobs.values()):  # noqa: ASYNC110 - the server knows nobody here
-        await asyncio.sleep(0.005)
+    await until(lambda: any(job["polls"] >= 2 for job in script.jobs.values()))
     run.stop()
 
 

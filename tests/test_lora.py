@@ -14,7 +14,7 @@ import tiny_transformers
 import torch
 from batch_tools import FAST, jsonl, line, open_folder, results_of, submit, until
 from devices import linear_of
-from driver import Driver, make_request
+from driver import Driver, make_request, small_config
 from fake_engine import Served, serve
 from fakes.runner import FakeRunner
 from lora_adapters import Made, adapter_of, make_adapter
@@ -84,14 +84,8 @@ def device_of(case: str, adapters: tuple[Made, ...], config: SchedulerConfig, ba
 
 
 def make_driver(case: str, adapters: tuple[Made, ...], backend: str = "torch", num_blocks: int = 200) -> Driver:
-    config = SchedulerConfig(
-        num_units=2 * num_blocks,
-        max_model_len=min(num_blocks * BLOCK, 120),
-        block_size=BLOCK,
-        max_num_seqs=8,
-        max_num_batched_tokens=24,
-        min_prefill_chunk=8,
-        pipeline_depth=int(backend == "cuda"),
+    config = small_config(
+        num_blocks, max_model_len=min(4 * num_blocks, 120), min_prefill_chunk=8, pipeline_depth=int(backend == "cuda")
     )
     return Driver(Runner(device_of(case, adapters, config, backend)), config)
 
@@ -191,9 +185,7 @@ def test_a_prefix_is_shared_under_one_adapter_only(made: Any) -> None:
 
 
 def test_statistics_count_online_requests_by_adapter() -> None:
-    config = SchedulerConfig(
-        num_units=80, max_model_len=20, block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=24
-    )
+    config = small_config(40, max_model_len=20, max_num_seqs=2)
     driver = Driver(FakeRunner(block_size=BLOCK, vocab_size=97), config)
     for index, (adapter, request_class) in enumerate(((2, "online"), (0, "online"), (2, "online"), (1, "offline"))):
         request = make_request(f"r{index}", [5, 6], 3, request_class=RequestClass(request_class))
@@ -218,9 +210,7 @@ def test_rows_of_modules_by_transformers(name: str, native: bool, tmp_path: Path
     ]
     plans = [plan_adapter(NamedFolder(each.folder.name, each.folder), shape) for each in adapters]
     model.take_adapters(plans)
-    config = SchedulerConfig(
-        num_units=44, max_model_len=80, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=24
-    )
+    config = small_config(22, max_model_len=80)
     device = TransformersDevice(model, config.limits)
     for number, each in enumerate(plans, 1):
         device.adapt(number, load_adapter(each, shape, model.like))

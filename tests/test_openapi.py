@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from batch_tools import batch_server, leftovers
 from hypothesis import HealthCheck, Phase, given, settings
+from test_tenants import ROUTES, WEB
 
 from engine.text.tokenizer import Tokenizer
 
@@ -45,23 +46,7 @@ GENERATION = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
     "/v1/messages/count_tokens", "/tokenize", "/detokenize",
 )  # fmt: skip
-OPERATIONS = [
-    ("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"),
-    ("GET", "/v1/models"), ("GET", "/v1/models/{model}"),
-    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
-    ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
-    ("POST", "/v1/embeddings"), ("POST", "/v1/responses/input_tokens"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-    ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/{file_id}"), ("DELETE", "/v1/files/{file_id}"),
-    ("GET", "/v1/files/{file_id}/content"),
-    ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
-    ("POST", "/v1/batches/{batch_id}/cancel"), ("GET", "/v1/batches/{batch_id}/events"), ("GET", "/v1/usage"),
-    ("POST", "/v1/messages/batches"), ("GET", "/v1/messages/batches"),
-    ("GET", "/v1/messages/batches/{message_batch_id}"), ("DELETE", "/v1/messages/batches/{message_batch_id}"),
-    ("POST", "/v1/messages/batches/{message_batch_id}/cancel"),
-    ("GET", "/v1/messages/batches/{message_batch_id}/results"),
-]  # fmt: skip
-
-
+OPERATIONS = sorted(ROUTES.keys() - WEB)
 # Where something can be wrong: elsewhere every text is as good as any other.
 REFUSABLE = [
     pair for pair in OPERATIONS if pair[1] in {"/v1/files", "/v1/batches", "/v1/messages/batches", *GENERATION}

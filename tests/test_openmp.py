@@ -1,12 +1,13 @@
 """How OpenMP threads wait: the decision, its report, and that both come before torch is loaded."""
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from support.tables import for_each
 
 from engine import openmp
 from engine.config import EngineConfig
@@ -21,10 +22,6 @@ def never(_threads: int) -> float:
     raise AssertionError("measured although there is nothing to decide")
 
 
-def share(value: float) -> Callable[[int], float]:
-    return lambda _threads: value
-
-
 @pytest.fixture(autouse=True)
 def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -32,60 +29,41 @@ def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp, "cuda_devices", list)
 
 
-def test_beside_busy_neighbours_threads_wait_passively() -> None:
-    environment = {"OMP_NUM_THREADS": "2"}
-    line = choose_waiting(TORCH, environment, share(0.5))
-    assert environment[POLICY] == "passive"
-    assert line is not None and "passively" in line and "50%" in line  # the share of other processes
+@for_each(("config", "given", "share", "policy", "told"), [
+    (TORCH, {}, 0.5, "passive", "passively.*50%"),  # the share of other processes
+    (TORCH, {}, 0.97, None, "threads spin"),
+    (NATIVE, {}, None, "passive", None),  # beside native kernels torch waits, and nothing is told
+    *((config, {POLICY: chosen}, None, chosen, None) for config in (TORCH, NATIVE) for chosen in ("active", "passive")),
+    (TORCH, {"OMP_NUM_THREADS": "1"}, None, None, None),  # one thread waits for no other
+    (replace(TORCH, threads=1), {}, None, None, None),
+    (replace(TORCH, device="cuda"), {}, None, None, None),
+])  # fmt: skip
+def test_threads_wait_passively_beside_busy_neighbours_unless_the_user_says_otherwise(
+    config: EngineConfig, given: dict[str, str], share: float | None, policy: str | None, told: str | None
+) -> None:
+    """A share of None: it is not measured, because there is nothing to decide."""
+    environment = {"OMP_NUM_THREADS": "2", **given}
+    line = choose_waiting(config, environment, never if share is None else lambda _threads: share)
+    assert environment.get(POLICY) == policy
+    assert (line is None) == (told is None) and re.search(told or "", line or "")
 
 
-def test_on_a_quiet_machine_they_spin() -> None:
-    environment = {"OMP_NUM_THREADS": "2"}
-    line = choose_waiting(TORCH, environment, share(0.97))
-    assert POLICY not in environment
-    assert line is not None and "threads spin" in line
-
-
-@pytest.mark.parametrize("policy", ["active", "passive"])
-@pytest.mark.parametrize("config", [TORCH, NATIVE])
-def test_the_users_choice_wins(config: EngineConfig, policy: str) -> None:
-    environment = {"OMP_NUM_THREADS": "2", POLICY: policy}
-    assert choose_waiting(config, environment, never) is None
-    assert environment[POLICY] == policy
-
-
-def test_one_thread_waits_for_nobody() -> None:
-    assert choose_waiting(TORCH, {"OMP_NUM_THREADS": "1"}, never) is None
-    assert choose_waiting(replace(TORCH, threads=1), {"OMP_NUM_THREADS": "2"}, never) is None
-
-
-def test_on_a_gpu_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_waiting(replace(TORCH, device="cuda"), {"OMP_NUM_THREADS": "2"}, never) is None
+def test_where_a_gpu_runs_steps_or_torch_is_loaded_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp, "cuda_devices", lambda: ["0"])
     assert choose_waiting(replace(TORCH, device="auto"), {"OMP_NUM_THREADS": "2"}, never) is None
-    assert choose_waiting(replace(TORCH, device="cpu"), {"OMP_NUM_THREADS": "2"}, share(0.9)) is not None
-
-
-def test_once_torch_is_loaded_nothing_can_be_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_waiting(replace(TORCH, device="cpu"), {"OMP_NUM_THREADS": "2"}, lambda _: 0.9) is not None
     monkeypatch.setitem(sys.modules, "torch", object())
-    assert choose_waiting(TORCH, {"OMP_NUM_THREADS": "2"}, never) is None
+    assert choose_waiting(replace(TORCH, device="cpu"), {"OMP_NUM_THREADS": "2"}, never) is None
 
 
-def test_beside_native_kernels_torch_waits_passively_and_nothing_is_told() -> None:
-    environment = {"OMP_NUM_THREADS": "2"}
-    assert choose_waiting(NATIVE, environment, never) is None
-    assert environment[POLICY] == "passive"
-    assert "passively" in openmp.after_all(NATIVE, environment)  # should they fail their test
-    assert openmp.after_all(TORCH, environment) == ""
-
-
-@pytest.mark.parametrize("config", [TORCH, replace(NATIVE, overload="hidden"), replace(NATIVE, device="cuda")])
-def test_where_torch_runs_steps_native_kernels_are_not_expected(config: EngineConfig) -> None:
+def test_native_kernels_are_expected_where_they_are_built_and_torch_runs_no_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert openmp.expects_native(NATIVE)
-    assert not openmp.expects_native(config)
-
-
-def test_without_the_library_native_kernels_are_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for config in (TORCH, replace(NATIVE, overload="hidden"), replace(NATIVE, device="cuda")):
+        assert not openmp.expects_native(config)
+    assert "passively" in openmp.after_all(NATIVE, {POLICY: "passive"}), "should they fail their test"
+    assert openmp.after_all(TORCH, {POLICY: "passive"}) == ""
     monkeypatch.setattr(openmp, "is_built", lambda: False)
     assert not openmp.expects_native(NATIVE)
 

@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 
 import pytest
-from driver import make_request
+from driver import make_request, small_config
 from integrity import check_cache
 from test_core_fuzz import BLOCK
 from test_hybrid_scheduling import check_solo, make
 
-from engine.api import EngineRequest, RequestClass, RequestTimes, SamplingParams
+from engine.api import RequestClass, RequestTimes
 from engine.cache.blocks import CacheAction, CacheKind, Tier
 from engine.cache.cache import Cache
 from engine.cache.placement import host_split, next_is_act
-from engine.limits import SchedulerConfig
 from engine.request import Request, RequestStatus
 from engine.scheduling.objective import StepObjective
 from predictor.model import LatencyModel
@@ -24,26 +23,14 @@ class Shelf:
     """Requests with a past of their own in a pool of 40 units, parked one after the other."""
 
     def __init__(self, host: int, model: LatencyModel | None, scratch: int = 20) -> None:
-        self.config = SchedulerConfig(
-            num_units=40,
-            max_model_len=100,
-            block_size=BLOCK,
-            host_units=host,
-            unit_bytes=1,
-            max_num_batched_tokens=64,
-            scratch_blocks=scratch,
-        )
+        self.config = small_config(20, host_units=host, scratch_blocks=scratch, max_num_batched_tokens=64)
         self.cache = Cache(self.config, model)
         self.pool, self.host, self.parked = self.cache.device, self.cache.host, self.cache.parked
         self.requests: list[Request] = []
 
     def park(self, kinds: Sequence[CacheKind], tokens: int, *, offline: bool = False, last_step: int = -1) -> Request:
-        spec = EngineRequest(
-            str(len(self.requests)),
-            tuple(range(tokens + 1)),
-            SamplingParams(max_tokens=4),
-            RequestClass.OFFLINE if offline else RequestClass.ONLINE,
-        )
+        request_class = RequestClass.OFFLINE if offline else RequestClass.ONLINE
+        spec = make_request(str(len(self.requests)), range(tokens + 1), request_class=request_class)
         request = Request(spec, RequestTimes(0.0), len(self.requests))
         for kind in kinds:
             block = self.pool.allocate(kind, online=not offline)
@@ -85,8 +72,7 @@ def test_a_long_prompt_moves_what_its_first_chunk_needs() -> None:
     """Of 32 units 8, half free; all that it needs, and the reserve for others, could be moved."""
     shelf = Shelf(40, None)
     parked = shelf.park([KV] * 18, 70)
-    spec = EngineRequest("long", tuple(range(200, 260)), SamplingParams(max_tokens=4), RequestClass.ONLINE)
-    request = Request(spec, RequestTimes(0.0), 9)
+    request = Request(make_request("long", range(200, 260)), RequestTimes(0.0), 9)
     claim = shelf.cache.claim(request)
     assert claim.units == 32 and not shelf.cache.make_way(request, claim, 16, 9, 0, online=True)
     assert where(parked) == 18 * "d"

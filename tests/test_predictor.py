@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fuzz import examples
+from support.tables import for_each
 
 from engine.limits import Limits
 from engine.profiling.calibration import StepShape, anchor_shapes, find_knee, plan_sweep, run_sweep
@@ -114,29 +115,23 @@ def test_split_is_deterministic_and_disjoint() -> None:
 # The latency model
 
 
+LINEAR = {
+    "decodes": "num_decodes", "decode_context": "decode_context_sum", "prefill_chunks": "num_prefill_chunks",
+    "attention": "attention_work", "prefill_tokens": "prefill_token_sum", "prefill_context": "prefill_context_sum",
+    "compact": "compact_tokens", "restored": "restored_tokens", "transferred": "transferred_bytes",
+    "adapters": "adapters", "adapted_tokens": "adapted_tokens", "masked_rows": "masked_rows",
+}  # fmt: skip
+ONCE_A_STEP = {"masks": "masked_rows", "compact_step": "compact_tokens", "restored_step": "restored_tokens"}
+"""Coefficients of the model, and the feature that each is the price of."""
+
+
 def by_definition(model: LatencyModel, f: BatchFeatures) -> float:
     """The formula written out, without tables."""
     padded = min((b for b in model.buckets if b >= f.num_tokens), default=f.num_tokens) if f.num_tokens else 0
     hinges = sum(h * max(0, padded - k) for k, h in zip(model.knots, model.hinges, strict=True))
-    linear = (
-        model.intercept,
-        model.decodes * f.num_decodes,
-        model.decode_context * f.decode_context_sum,
-        model.prefill_chunks * f.num_prefill_chunks,
-        model.attention * f.attention_work,
-        model.prefill_tokens * f.prefill_token_sum,
-        model.compact * f.compact_tokens,
-        model.restored * f.restored_tokens,
-        model.transferred * f.transferred_bytes,
-        model.adapters * f.adapters,
-        model.adapted_tokens * f.adapted_tokens,
-        model.prefill_context * f.prefill_context_sum,
-        model.masks * (f.masked_rows > 0),
-        model.masked_rows * f.masked_rows,
-        model.compact_step * (f.compact_tokens > 0),
-        model.restored_step * (f.restored_tokens > 0),
-    )
-    return math.fsum((*linear, hinges))
+    linear = [getattr(model, price) * getattr(f, feature) for price, feature in LINEAR.items()]
+    steps = [getattr(model, price) * (getattr(f, feature) > 0) for price, feature in ONCE_A_STEP.items()]
+    return math.fsum((model.intercept, *linear, *steps, hinges))
 
 
 @given(models(), batches(), st.integers(0, 9))
@@ -190,19 +185,10 @@ def test_max_prefill_is_maximal_and_monotone(
     assert model.max_prefill(features, seconds * less, max_tokens, start) <= best
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"knots": (0, 32), "hinges": (1.0,)},
-        {"knots": (32, 0), "hinges": (1.0, 1.0)},
-        {"buckets": (8, 8)},
-        {"buckets": (0, 8)},
-        {"token_limit": 0},
-        {"intercept": -1.0},
-        {"attention": math.nan},
-        {"decodes": math.inf},
-    ],
-)
+@for_each("change", [
+    {"knots": (0, 32), "hinges": (1.0,)}, {"knots": (32, 0), "hinges": (1.0, 1.0)}, {"buckets": (8, 8)},
+    {"buckets": (0, 8)}, {"token_limit": 0}, {"intercept": -1.0}, {"attention": math.nan}, {"decodes": math.inf},
+])  # fmt: skip
 def test_a_model_refuses_parts_that_do_not_fit(change: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         LatencyModel(**change)  # type: ignore[arg-type]

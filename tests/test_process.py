@@ -7,14 +7,14 @@ import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import is_error, submit_one
+from driver import is_error, submit_one, until
 from support.tables import mostly_slow
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, SamplingParams
@@ -541,11 +541,6 @@ def test_frames_come_out_as_they_went_in_however_they_are_cut() -> None:
     for nonsense in (b"\xff" * 8, framed(b"\xc1"), frames.encode(frames.Started())):
         with pytest.raises(frames.FrameError):
             frames.engine_reader().feed(nonsense)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - a state of another process
-        await asyncio.sleep(0.01)
 
 
 async def until_idle(engine: EngineProcess) -> None:

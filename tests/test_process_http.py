@@ -36,14 +36,7 @@ NO_DEATHS, DEATHS = "", "before:2:1-1,frame:3:2-2,after:4:3-3,hang:5:4-4"
 
 
 @asynccontextmanager
-async def server(
-    tokenizer: Tokenizer, root: Path, faults: str, config: EngineConfig = CONFIG
-) -> AsyncIterator[tuple[Served, openai.AsyncOpenAI]]:
-    await asyncio.to_thread((root / "children").mkdir, parents=True)
-    command = [sys.executable, "-P", str(CHILD), str(root / "children"), faults]
-    policy = RestartPolicy(max_deaths=99, max_delay=0.05)
-    options = ProcessOptions(command=command, pid_file=root / "engine.pid", policy=policy)
-    engine: Any = EngineProcess(config, options)
+async def served_by(engine: Any, tokenizer: Tokenizer, root: Path) -> AsyncIterator[tuple[Served, openai.AsyncOpenAI]]:
     await asyncio.to_thread(engine.load, lambda _planned: None)  # as `serve` does before there is an app
     folder = await open_folder(root / "state")
     with refuse_blocking():
@@ -52,6 +45,18 @@ async def server(
             client_of(served, timeout=120) as client,
         ):
             yield served, client
+
+
+@asynccontextmanager
+async def server(
+    tokenizer: Tokenizer, root: Path, faults: str, config: EngineConfig = CONFIG
+) -> AsyncIterator[tuple[Served, openai.AsyncOpenAI]]:
+    await asyncio.to_thread((root / "children").mkdir, parents=True)
+    command = [sys.executable, "-P", str(CHILD), str(root / "children"), faults]
+    policy = RestartPolicy(max_deaths=99, max_delay=0.05)
+    options = ProcessOptions(command=command, pid_file=root / "engine.pid", policy=policy)
+    async with served_by(EngineProcess(config, options), tokenizer, root) as (served, client):
+        yield served, client
 
 
 async def everything(client: openai.AsyncOpenAI, model: str) -> tuple[list[Any], dict[str, Any]]:

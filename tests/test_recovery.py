@@ -10,11 +10,10 @@ from unittest.mock import AsyncMock
 
 import httpx
 import pytest
-from batch_tools import batch_server, check_ended, jsonl, leftovers, line, open_folder, submit, until, upload
+from batch_tools import batch_server, check_ended, jsonl, leftovers, line, open_folder, submit, until
 from recording_disk import NO_SPACE, FaultyDisk
 from test_journal import sql
 
-from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.run import BatchLimits
 from gateway.store.disk import Disk, StorageError
@@ -100,17 +99,6 @@ async def test_a_body_that_is_just_being_published_stays(tmp_path: Path) -> None
     assert leftovers(tmp_path)["files"] == [file.id]
     await folder.store.add_file(file)
     await folder.close()
-
-
-async def test_a_refused_upload_leaves_no_announcement(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    disk = FaultyDisk({})
-    async with batch_server(tokenizer, tmp_path, disk=disk, limits=SLOW_TICKS) as (_, client):
-        for number in range(5):
-            disk.faults = {disk.count + number: NO_SPACE}
-            with pytest.raises(Exception, match="try again later"):
-                await upload(client, b"x")
-        batch = await until(client, (await submit(client, jsonl([line(1)]))).id)
-        assert batch.status == "completed" and sql(tmp_path, "SELECT * FROM announced") == []
 
 
 async def test_a_deleted_file_is_remembered_until_its_body_is_gone(tmp_path: Path) -> None:
@@ -336,10 +324,3 @@ async def test_a_file_whose_row_is_damaged_shows_as_an_error(tmp_path: Path, col
     await folder.recover()
     assert (tmp_path / "files" / bad.id).exists()
     await folder.close()
-
-
-async def test_a_damaged_database_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    await (await open_folder(tmp_path)).close()
-    (tmp_path / "tidemill.db").write_bytes(b"x" * 5000)
-    with pytest.raises(ConfigError, match="restore"):
-        await open_folder(tmp_path)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import tiny_transformers
 import torch
-from driver import Driver, make_request
+from driver import Driver, make_request, small_config
 from support.tables import mostly_slow
+from tiny_transformers import Case
 
 from engine.api import FinishReason, RequestClass
 from engine.build import build_runner, host_bytes, plan_launch, scheduler_config
@@ -26,7 +27,7 @@ from engine.execution.self_test import test_modules
 from engine.forms import Grammar
 from engine.limits import SchedulerConfig
 from engine.models.transformers_calls import RecurrentState
-from engine.models.transformers_model import TransformersModel, load_model
+from engine.models.transformers_model import TransformersModel
 from engine.models.transformers_shape import load_shape
 
 test_modules.__test__ = False  # type: ignore[attr-defined]
@@ -38,44 +39,18 @@ EXACT = ("lfm2", "qwen3_next", "granitemoehybrid", "jamba")
 GOES_ON = EXACT[:3]
 
 
-class Case:
-    def __init__(self, model_type: str, folder: Path) -> None:
-        self.folder = folder
-        self.reference = tiny_transformers.save(model_type, folder)
-        self.model = load_model(load_shape(folder), folder, dtype="float32")
-
-    @functools.cached_property
-    def prompts(self) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(7)
-        return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in LENGTHS]
-
-    @functools.cached_property
-    def answers(self) -> list[list[int]]:
-        return [self.generated(prompt) for prompt in self.prompts]
-
-    def generated(self, prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            found = self.reference.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT, do_sample=False, pad_token_id=0
-            )
-        tokens: list[int] = found[0, len(prompt) :].tolist()
-        return tokens
-
-
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
+    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name), LENGTHS, OUTPUT, shared=0))
 
 
 def make_driver(
     model: TransformersModel, depth: int = 0, num_blocks: int = 25, rows: int = 8, slots: int = 0, host: int = 0
 ) -> Driver:
     """`slots` of snapshots, and as many blocks as slots on the host."""
-    config = SchedulerConfig(
-        num_units=2 * num_blocks, max_model_len=96, block_size=BLOCK, max_num_seqs=rows, max_num_batched_tokens=24,
-        pipeline_depth=depth, enable_prefix_caching=slots > 0, state_slots=slots, snapshot_tokens=2 * BLOCK,
-        host_units=2 * host, host_state_slots=host,
+    config = small_config(
+        num_blocks, max_model_len=96, max_num_seqs=rows, unit_bytes=0, pipeline_depth=depth, state_slots=slots,
+        enable_prefix_caching=slots > 0, snapshot_tokens=2 * BLOCK, host_units=2 * host, host_state_slots=host,
     )  # fmt: skip
     device = TransformersDevice(
         model, config.limits, host_units=config.host_units, state_slots=slots, host_state_slots=host

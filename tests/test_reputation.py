@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import is_error, submit_one
-from test_process import CONFIG, POISON, collect, engine_process, request, summed, undisturbed, until, until_idle
+from driver import is_error, submit_one, until
+from test_process import CONFIG, POISON, collect, engine_process, request, summed, undisturbed, until_idle
 
 from engine.api import EngineRequest, SamplingParams
 from engine.errors import EngineStepError

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from driver import until
 from test_process import answers, engine_process, request, undisturbed, until_idle
 
 from engine.api import EngineRequest, SamplingParams
@@ -57,8 +58,7 @@ async def test_what_is_open_may_be_more_than_a_frame_can_hold(monkeypatch: pytes
     await asyncio.sleep(0.02)
     assert len(wire.names) == first, "nor is more kept than the process reads"
     wire.unsent = 0
-    while len(wire.names) < 39:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: len(wire.names) >= 39)
     assert wire.names == [f"r{n}" for n in range(39)], "in order, each once, but the one that was given up"
     assert max(wire.sizes) < 500_000 and len(list(engine.unreported)) == 39
 

@@ -3,31 +3,18 @@
 import math
 
 import pytest
-from driver import Driver, make_request
+from driver import Driver, fake_driver, make_request, small_config
 from fakes.runner import FakeRunner, solo
 
 from engine.api import FinishReason, RequestClass
 from engine.cache.blocks import CacheKind
-from engine.limits import SchedulerConfig
 
 BLOCK, VOCAB, WINDOW, CHUNK = 4, 30, 8, 8
 
 
 def make_driver(num_blocks: int = 16, *, depth: int = 0, window: int = WINDOW, **options: object) -> Driver:
-    config = SchedulerConfig(
-        num_units=2 * num_blocks,
-        max_model_len=400,
-        block_size=BLOCK,
-        max_num_seqs=4,
-        max_num_batched_tokens=CHUNK,
-        min_prefill_chunk=4,
-        pipeline_depth=depth,
-        window=window,
-        unit_bytes=1,
-        **options,  # type: ignore[arg-type]
-    )
-    runner = FakeRunner(block_size=BLOCK, vocab_size=VOCAB, window=window, host_units=config.host_units)
-    return Driver(runner, config)
+    limits = {"max_model_len": 400, "max_num_seqs": 4, "max_num_batched_tokens": CHUNK, "min_prefill_chunk": 4}
+    return fake_driver(small_config(num_blocks, pipeline_depth=depth, window=window, **limits | options), VOCAB)
 
 
 def ends_as_alone(driver: Driver, *requests: object) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from driver import Driver, make_request
+from driver import Driver, small_config
 from test_families import OUTPUT, decoder_of, prompts_of, reference
 
-from engine.api import RequestClass
 from engine.build import READ_TOGETHER, build_runner, plan_launch, scheduler_config
 from engine.config import EngineConfig
 from engine.execution.cpu.device import TorchDevice
@@ -44,13 +43,9 @@ def poisoned(runner: Runner[Any], config: SchedulerConfig) -> Driver:
 
 
 def run_all(driver: Driver, prompts: list[list[int]], output: int) -> None:
-    for index, prompt in enumerate(prompts):
-        request_class = RequestClass.OFFLINE if index % 5 == 4 else RequestClass.ONLINE
-        driver.add(make_request(str(index), prompt, output, request_class=request_class))
-        driver.step()
-    driver.run()
-    for index, prompt in enumerate(prompts):
-        got, (tokens, gaps) = driver.outputs[str(index)], reference(CASE, tuple(prompt), output)
+    outputs = driver.run_all(prompts, output)
+    for index, (prompt, got) in enumerate(zip(prompts, outputs, strict=True)):
+        tokens, gaps = reference(CASE, tuple(prompt), output)
         assert len(got) == output
         different = next((at for at in range(output) if got[at] != tokens[at]), None)
         assert different is None or gaps[different] < 1e-4, f"prompt {index}, token {different}"
@@ -62,21 +57,10 @@ def run_all(driver: Driver, prompts: list[list[int]], output: int) -> None:
 def test_tokens_are_those_of_transformers_with_preemptions_and_chunks(
     depth: int, host_units: int, caching: bool
 ) -> None:
-    config = SchedulerConfig(
-        num_units=2 * 28,
-        max_model_len=100,
-        window=WINDOW,
-        block_size=BLOCK,
-        max_num_seqs=8,
-        max_num_batched_tokens=24,
-        enable_prefix_caching=caching,
-        pipeline_depth=depth,
-        host_units=host_units,
-        unit_bytes=1,
-    )
+    options = {"enable_prefix_caching": caching, "pipeline_depth": depth, "host_units": host_units}
+    config = small_config(28, window=WINDOW, **options)
     driver = poisoned(Runner(TorchDevice(decoder_of(CASE), config.limits, host_units=host_units)), config)
-    prompts = prompts_of(decoder_of(CASE).spec.vocab_size)
-    run_all(driver, prompts, OUTPUT)
+    run_all(driver, prompts_of(CASE), OUTPUT)
     stats = driver.stats()
     assert sum(stats.preemptions.values()) > 0 and (stats.prefix_hit_tokens > 0) == caching
 
@@ -90,18 +74,9 @@ def test_a_request_longer_than_the_cache_is_served(kernels: str, cache: str, mon
     monkeypatch.setattr("engine.build.plan.BLOCK_SIZE", BLOCK)
     folder = tiny_models.model_folder(CASE)
     config = EngineConfig(
-        model=str(folder),
-        device="cpu",
-        dtype="float32",
-        kernels=kernels,
-        kv_cache_dtype=cache,
-        num_gpu_blocks_override=30,
-        max_num_batched_tokens=16,
-        max_num_seqs=4,
-        profile_seconds=0.0,
-        self_test=False,
-        threads=1,
-    )
+        model=str(folder), device="cpu", dtype="float32", kernels=kernels, kv_cache_dtype=cache, threads=1,
+        num_gpu_blocks_override=30, max_num_batched_tokens=16, max_num_seqs=4, profile_seconds=0.0, self_test=False,
+    )  # fmt: skip
     plan = plan_launch(config)
     assert plan.limits.window == WINDOW + READ_TOGETHER
     assert plan.limits.max_model_len == 256 > 30 * BLOCK == plan.limits.held.max_model_len
@@ -113,10 +88,7 @@ def test_a_request_longer_than_the_cache_is_served(kernels: str, cache: str, mon
     if cache == "auto":
         run_all(driver, prompts, 30)
         return
-    for index, prompt in enumerate(prompts):
-        driver.add(make_request(str(index), prompt, 30))
-    driver.run()
-    assert all(len(driver.outputs[str(index)]) == 30 for index in range(2)), "NaN was read"
+    assert [len(output) for output in driver.run_all(prompts, 30)] == [30, 30], "NaN was read"
 
 
 def test_a_cache_too_small_for_a_window_and_its_chunks_limits_the_context(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import httpx
 import pytest
 import tokenizer_folders
 from batch_tools import batch_server
+from driver import until
 from fake_engine import MODEL, Served
 from fixtures import StartServer
 
@@ -514,8 +515,7 @@ async def test_systemd_is_told_when_it_serves_and_when_it_ends(
         served = await start_server(shutdown_timeout=60.0)
         assert manager.recv(64) == b"READY=1"
         served.server.handle_exit(signal.SIGTERM, None)
-        while not served.server.should_exit:  # noqa: ASYNC110 - the server has no event for it
-            await asyncio.sleep(0.01)
+        await until(lambda: served.server.should_exit)
         assert manager.recv(64) == b"STOPPING=1"
     notify("READY=1")  # a manager that is gone is no error
 
@@ -532,8 +532,7 @@ async def test_it_drains_also_where_no_thread_is_to_be_had(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more)
         served.server.handle_exit(signal.SIGTERM, None)
-        while not served.server.should_exit:  # noqa: ASYNC110 - the server has no event for it
-            await asyncio.sleep(0.01)
+        await until(lambda: served.server.should_exit)
     gc.unfreeze()
 
 

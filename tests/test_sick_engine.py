@@ -95,10 +95,3 @@ async def test_a_line_for_which_memory_is_short_runs_again(
         await runner.run("/v1/completions", {"model": MODEL, "prompt": "hi"}, origin)
     short = False
     assert (await runner.run("/v1/completions", {"model": MODEL, "prompt": "hi"}, origin)).status == 200
-
-
-async def test_a_line_that_fails_by_itself_is_an_error_row(start_server: StartServer) -> None:
-    served = await start_server("hello", fail_after=0)
-    origin = LineOrigin("acme", "batch_1", 1e12)
-    answer = await LineRunner(served.app.state.context).run("/v1/completions", {"model": MODEL, "prompt": "x"}, origin)
-    assert answer.status == 500 and answer.body["error"]["code"] == "engine_error"

@@ -3,12 +3,11 @@
 from typing import Any
 
 import pytest
-from driver import Driver, make_request
+from driver import Driver, fake_driver, make_request, small_config
 from fakes.runner import FakeRunner, solo_tokens
 
 from engine.api import RequestClass
 from engine.cache.snapshots import Snapshots
-from engine.limits import SchedulerConfig
 from engine.request import Request, RequestTimes
 from engine.scheduling.offline import whole
 from predictor.model import LatencyModel
@@ -20,16 +19,9 @@ FAR = 1000  # from one snapshot to the next: every prompt of the tests is shorte
 def make_driver(
     slots: int = 40, num_blocks: int = 60, every: int = FAR, rows: int = 4, model: Any = None, **options: Any
 ) -> Driver:
-    config = SchedulerConfig(
-        num_units=2 * num_blocks, max_model_len=4 * num_blocks, block_size=BLOCK, max_num_seqs=rows,
-        max_num_batched_tokens=24, state_slots=slots, snapshot_tokens=every, **options,
-    )  # fmt: skip
-    invalid = lambda tokens: tokens[-1] == VOCAB  # noqa: E731
-    runner = FakeRunner(
-        block_size=BLOCK, vocab_size=VOCAB, state_slots=slots, invalid=invalid, host_units=config.host_units,
-        host_state_slots=config.host_state_slots,
-    )  # fmt: skip
-    return Driver(runner, config, model=model)
+    limits = {"max_model_len": 4 * num_blocks, "max_num_seqs": rows, "unit_bytes": 0}
+    config = small_config(num_blocks, state_slots=slots, snapshot_tokens=every, **limits | options)
+    return fake_driver(config, VOCAB, {"invalid": lambda tokens: tokens[-1] == VOCAB}, model=model)
 
 
 def ask(driver: Driver, name: str, prompt: list[int], max_tokens: int = 3) -> int:
@@ -159,7 +151,7 @@ def new_request(name: str, num_tokens: int) -> Request:
 
 
 def test_states_that_pass_take_half_of_the_slots() -> None:
-    snapshots = Snapshots(SchedulerConfig(num_units=2, max_model_len=8, block_size=BLOCK, state_slots=5))
+    snapshots = Snapshots(small_config(1, max_model_len=8, state_slots=5))
     requests = [new_request(str(index), 3) for index in range(4)]
     for request in requests:
         request.num_computed_tokens = 8

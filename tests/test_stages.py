@@ -102,12 +102,28 @@ def make_any(kind: str) -> PipelineRunner:
     return CpuBackend().make_staged(config, plan, runner)
 
 
-def drive(runner: PipelineRunner, units: int) -> Driver:
+def drive(runner: PipelineRunner, units: int, *requests: EngineRequest) -> Driver:
     config = SchedulerConfig(
         num_units=units, max_model_len=120, block_size=BLOCK, max_num_seqs=12, max_num_batched_tokens=32,
         min_prefill_chunk=8, pipeline_depth=runner._device.pipeline_depth,
     )  # fmt: skip
-    return Driver(runner, config)
+    driver = Driver(runner, config)
+    driver.add(*requests)
+    return driver
+
+
+def poolings() -> list[EngineRequest]:
+    """A request for a vector of each kind."""
+    return [EngineRequest(each.name, tuple(range(9, 49)), SamplingParams(1), pooling=each) for each in Pooling]
+
+
+def ends_as_alone(kind: str, outputs: dict[str, list[int]], requests: Sequence[EngineRequest]) -> bool:
+    """Each request has the tokens of a run alone."""
+    alone = drive(make_any(kind), UNITS)
+    for request in requests:
+        alone.add(request)
+        alone.run()
+    return alone.outputs == {request.request_id: outputs[request.request_id] for request in requests}
 
 
 def units_of_group(runner: PipelineRunner, kept: Sequence[range]) -> int:
@@ -161,20 +177,13 @@ def test_a_pipeline_computes_what_one_engine_computes(kind: str, case: str) -> N
     assert units > len(kept) * UNITS
     for runner, layers in zip(runners, kept, strict=True):
         runner.drop(layers, units)
-    outputs = []
-    requests = crowd(np.random.default_rng(5), 6, temperature=0.8)
-    sampling = SamplingParams(max_tokens=1)
-    requests += [EngineRequest(each.name, tuple(range(9, 49)), sampling, pooling=each) for each in Pooling]
-    for runner in (runners[0], make(spec, kind, dtype, units, **more)):
-        driver = drive(runner, units)
-        driver.add(*requests)
-        if runner is runners[0]:
-            with pipeline(*runners):
-                driver.run()
-        else:
-            driver.run()
-        outputs.append((driver.outputs, {name: each.embedding for name, each in driver.finals.items()}))
-    assert outputs[0] == outputs[1]
+    requests = crowd(np.random.default_rng(5), 6, temperature=0.8) + poolings()
+    driver, alone = drive(runners[0], units, *requests), drive(make(spec, kind, dtype, units, **more), units, *requests)
+    with pipeline(*runners):
+        driver.run()
+    alone.run()
+    assert driver.outputs == alone.outputs
+    assert all(final.embedding == alone.finals[name].embedding for name, final in driver.finals.items())
 
 
 class CountingLink(Link):
@@ -200,18 +209,12 @@ def test_micro_batches_are_under_way_together_and_change_no_token(kind: str) -> 
     for runner, layers in zip(runners, split_layers(LAYERS, [1.0, 1.0]), strict=False):
         runner.drop(layers, UNITS)
     requests = [each for each in crowd(np.random.default_rng(8), 8) if each.sampling.max_tokens > 1]
-    outputs = []
-    for runner in (runners[0], runners[2]):
-        driver = drive(runner, UNITS)
-        driver.add(*requests)
-        if runner is runners[0]:
-            with pipeline(*runners[:2], kind=CountingLink, model=MODEL) as links:
-                driver.run()
-            assert isinstance(links[0], CountingLink) and links[0].most > 1 and links[0].sent == 0
-        else:
-            driver.run()
-        outputs.append(driver.outputs)
-    assert outputs[0] == outputs[1]
+    driver, alone = drive(runners[0], UNITS, *requests), drive(runners[2], UNITS, *requests)
+    with pipeline(*runners[:2], kind=CountingLink, model=MODEL) as links:
+        driver.run()
+    assert isinstance(links[0], CountingLink) and links[0].most > 1 and links[0].sent == 0
+    alone.run()
+    assert driver.outputs == alone.outputs
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,33 +223,27 @@ def test_the_steps_of_a_pipeline_overlap_without_a_common_decode_and_change_no_t
     runners = [make(llama(), kind) for _ in range(3)]
     for runner, layers in zip(runners, split_layers(LAYERS, [1.0, 1.0]), strict=False):
         runner.drop(layers, UNITS)
-    requests = crowd(np.random.default_rng(8), 7, temperature=0.8)
-    requests += [EngineRequest(each.name, tuple(range(9, 49)), SamplingParams(1), pooling=each) for each in Pooling]
-    ended, outputs, vectors = make_request("ended", [7, 8, 9], 30), [], []
-    for runner in (runners[0], runners[2]):
-        driver = drive(runner, UNITS)
-        driver.add(ended, *requests)
-        if runner is runners[0]:
-            driver.core.config = driver.core.state.config = replace(driver.core.config, pipeline_depth=1)
-            driver.core.state.staged = True
-            with pipeline(*runners[:2], kind=CountingLink) as links:
-                abort_in_flight(driver, "ended")
-                left = 0
-                while driver.step():
-                    left = max(left, len(runner._runner._begun))
-                    first, second = (*driver.core.state.in_flight, None, None)[:2]
-                    assert not first or not second or not decoded(first) & decoded(second)
-            assert left == 1, "a step stays under way when the one before is collected"
-            assert isinstance(links[0], CountingLink) and links[0].most == 2 and links[0].sent == 0
-            assert driver.most_in_flight == 2 and driver.stats().failed_steps == 0
-        else:
-            driver.run()
-        del driver.outputs["ended"]
-        vectors.append([np.frombuffer(driver.finals[each.name].embedding, dtype=np.float32) for each in Pooling])
-        outputs.append(driver.outputs)
-    assert outputs[0] == outputs[1]
-    for mine, alone in zip(*vectors, strict=True):
-        assert np.allclose(mine, alone, atol=1e-5)  # prompts are cut into other chunks
+    requests = crowd(np.random.default_rng(8), 7, temperature=0.8) + poolings()
+    alone = drive(runners[2], UNITS, *requests)
+    driver = drive(runners[0], UNITS, make_request("ended", [7, 8, 9], 30), *requests)
+    driver.core.config = driver.core.state.config = replace(driver.core.config, pipeline_depth=1)
+    driver.core.state.staged = True
+    with pipeline(*runners[:2], kind=CountingLink) as links:
+        abort_in_flight(driver, "ended")
+        left = 0
+        while driver.step():
+            left = max(left, len(runners[0]._runner._begun))
+            first, second = (*driver.core.state.in_flight, None, None)[:2]
+            assert not first or not second or not decoded(first) & decoded(second)
+    assert left == 1, "a step stays under way when the one before is collected"
+    assert isinstance(links[0], CountingLink) and links[0].most == 2 and links[0].sent == 0
+    assert driver.most_in_flight == 2 and driver.stats().failed_steps == 0
+    alone.run()
+    del driver.outputs["ended"]
+    assert driver.outputs == alone.outputs
+    for each in Pooling:
+        mine, other = (np.frombuffer(d.finals[each.name].embedding, dtype=np.float32) for d in (driver, alone))
+        assert np.allclose(mine, other, atol=1e-5)  # prompts are cut into other chunks
 
 
 def abort_in_flight(driver: Driver, name: str) -> None:
@@ -348,12 +345,7 @@ def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
     follower.add(requests[11])
     leader.run()
     follower.run()
-    outputs = {**leader.outputs, **follower.outputs}
-    alone = drive(make_any(kind), UNITS)
-    for request in requests:
-        alone.add(request)
-        alone.run()
-        assert outputs[request.request_id] == alone.outputs[request.request_id]
+    assert ends_as_alone(kind, {**leader.outputs, **follower.outputs}, requests)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -403,11 +395,7 @@ def test_pasts_are_delivered_between_steps_of_other_requests(kind: str) -> None:
         assert not kept
         leader.run()
         assert leader.stats().failed_steps == 0
-    alone = drive(make_any(kind), UNITS)
-    for request in requests:
-        alone.add(request)
-        alone.run()
-        assert leader.outputs[request.request_id] == alone.outputs[request.request_id]
+    assert ends_as_alone(kind, leader.outputs, requests)
 
 
 @pytest.mark.parametrize("kind", KINDS)

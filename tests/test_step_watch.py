@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from driver import until
 from test_process import collect, engine_process, request, summed, undisturbed
 
 from engine.loop.watchdog import LOOKS, ON_A_CORE, WAITING, StepLimits, StepWatch, charged
@@ -103,8 +104,7 @@ async def test_each_step_begins_anew() -> None:
     watch = StepWatch(StepLimits(floor=0.04), told.append, script.read)
     for _ in range(4):
         watch.begin(0.0)
-        while script.looks % 3 != 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: script.looks % 3 == 2)
         watch.end()
         script.looks += 1
         assert watch._last is None and watch._charged == 0.0

@@ -34,13 +34,6 @@ async def test_offline_tokens_that_came_meanwhile_are_read_as_one() -> None:
     assert [each async for each in stream] == []
 
 
-async def test_online_tokens_are_read_one_by_one() -> None:
-    stream = stream_of(RequestClass.ONLINE)
-    for token in (1, 2, 3):
-        stream.push(output(token))
-    assert [(await anext(stream)).token_ids for _ in range(3)] == [(1,), (2,), (3,)]
-
-
 async def test_tokens_before_an_error_are_read_before_it() -> None:
     stream = stream_of(RequestClass.OFFLINE)
     stream.push(output(1))

@@ -12,36 +12,26 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from driver import Driver, make_request
+from devices import device_of, linear_of
+from driver import Driver, make_request, small_config
 from fakes.speculation import Oracle
-from native_build import native_library
 
 import engine.models.demo
 from benchmarks.hostile import BESIDE_CHATS as HOSTILE
 from engine.api import FinishReason, RequestClass
 from engine.errors import InvalidRequestError
 from engine.execution import masks as masks_module
-from engine.execution.cpu.device import TorchDevice
-from engine.execution.cpu.native.device import NativeDevice
-from engine.execution.cpu.native.library import Level, Team
-from engine.execution.cpu.native.linear import Native
-from engine.execution.cuda.device import CudaDevice
 from engine.execution.masks import MAX_FORCED, RowMasks
 from engine.execution.runner import Runner
 from engine.forms import Grammar
-from engine.limits import SchedulerConfig
 from engine.models.checkpoint import load_weights
-from engine.models.decoder import Decoder
-from engine.models.linear import make_linear
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.text.tokenizer import Tokenizer
-from engine.triton_kernels import twins
 
 FOLDER = Path(engine.models.demo.__file__ or "").parent / "weights"
 EOS = 2
-BLOCK = 4
 pytestmark = pytest.mark.timeout(600)  # the first test may have to build the library
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -88,15 +78,8 @@ def spec() -> ModelSpec:
 
 
 @functools.cache
-def weights(native: Native | None = None) -> ModelWeights:
-    make = make_linear if native is None else native.linear
-    return load_weights(spec(), FOLDER, dtype="float32", device="cpu", make=make)
-
-
-@functools.cache
-def native() -> Native:
-    library = native_library()
-    return Native(library, min(max(library.levels()), Level.AVX512), Team(library, 1))
+def weights(backend: str) -> ModelWeights:
+    return load_weights(spec(), FOLDER, dtype="float32", device="cpu", make=linear_of(backend))
 
 
 def json_grammar(schema: Any, whitespace: str | None = None) -> Grammar:
@@ -104,30 +87,15 @@ def json_grammar(schema: Any, whitespace: str | None = None) -> Grammar:
 
 
 def make_driver(
-    backend: str,
-    *,
-    num_blocks: int = 200,
-    patience: float = 60.0,
-    lone_patience: float = 0.0,
-    max_forced: int = MAX_FORCED,
+    backend: str, num_blocks: int = 200, patience: float = 60.0, lone_patience: float = 0.0, most: int = MAX_FORCED
 ) -> Driver:
-    config = SchedulerConfig(
-        num_units=2 * num_blocks,
-        max_model_len=min(num_blocks * BLOCK, 300),
-        block_size=BLOCK,
-        max_num_seqs=12,
-        max_num_batched_tokens=48,
-        min_prefill_chunk=8,
-        pipeline_depth=1 if backend in ("cuda", "torch ahead") else 0,
-    )
-    runner: Runner[Any]
-    if backend == "cuda":
-        runner = Runner(CudaDevice(spec(), weights(), twins, config.limits, graphs=False))
-    elif backend == "native":
-        runner = Runner(NativeDevice(Decoder(spec(), weights(native())), native(), config.limits))
-    else:
-        runner = Runner(TorchDevice(Decoder(spec(), weights()), config.limits))
-    runner.masks = RowMasks(runner.device.rows, compiler(), patience, lone_patience, max_forced)
+    """`backend` may be followed by " ahead": steps are scheduled ahead."""
+    name, _, ahead = backend.partition(" ")
+    limits = {"max_model_len": min(4 * num_blocks, 300), "max_num_seqs": 12, "max_num_batched_tokens": 48}
+    depth = int(bool(ahead) or name == "cuda")
+    config = small_config(num_blocks, min_prefill_chunk=8, pipeline_depth=depth, **limits)
+    runner: Runner[Any] = Runner(device_of(name, spec(), weights(name), config.limits))
+    runner.masks = RowMasks(runner.device.rows, compiler(), patience, lone_patience, most)
     return Driver(runner, config)
 
 
@@ -235,11 +203,10 @@ def test_forced_tokens_save_steps_and_change_nothing(backend: str) -> None:
     answers: list[Any] = []
     steps, forced = [], []
     for most, drafts in ((0, False), (MAX_FORCED, False), (MAX_FORCED, True)):
-        driver = make_driver(backend, num_blocks=60, max_forced=most)
+        driver = make_driver(backend, num_blocks=60, most=most)
         if drafts:
-            oracle = Oracle(
-                lambda spec: answers[0][0][spec.request_id], seed=1, penalties=backend in ("torch", "native")
-            )
+            known, penalties = answers[0][0], backend in ("torch", "native")
+            oracle = Oracle(lambda spec, known=known: known[spec.request_id], seed=1, penalties=penalties)
             driver.core.state.speculation = oracle
         for number, (name, schema) in enumerate([*SCHEMAS.items()] * 2):
             limit = (60, 7)[number % 2]
@@ -272,7 +239,7 @@ def test_forced_tokens_behind_a_step_in_flight_outlast_late_masks_and_failures(
         run(*work)
 
     monkeypatch.setattr(masks_module._RowMatcher, "run", hesitate)
-    drivers = make_driver("cuda", max_forced=0), make_driver("cuda", num_blocks=60, patience=1e-3)
+    drivers = make_driver("cuda", most=0), make_driver("cuda", num_blocks=60, patience=1e-3)
     drivers[1].core.state.speculation = Oracle(lambda spec: drivers[0].outputs[spec.request_id], seed=2)
     device, calls = drivers[1].runner.device, 0  # type: ignore[attr-defined]
     forward = device.forward

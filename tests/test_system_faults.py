@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from driver import has_ended, until
 from support.tables import for_each, mostly_slow
-from test_process import collect, engine_process, request, summed, undisturbed, until, until_idle
+from test_process import collect, engine_process, request, summed, undisturbed, until_idle
 
 from engine.client import EngineState
 from engine.errors import ConfigError, EngineUnavailableError, ModelLoadError
@@ -180,36 +180,22 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not end a child with its parent")
-def test_a_stopped_engine_ends_with_its_gateway(tmp_path: Path) -> None:
+async def test_a_stopped_engine_ends_with_its_gateway(tmp_path: Path) -> None:
     """And does not end with the thread that asked for it."""
     (tmp_path / "children").mkdir()
     script = Path(__file__).parent / "scripted_child.py"
     command = [sys.executable, "-c", STARTER, str(script), str(tmp_path / "children")]
-    gateway = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=machine.ROOT)
+    gateway = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=machine.ROOT)
     assert gateway.stdout is not None
-    with gateway:
-        pid = int(gateway.stdout.readline())
-        try:
-            assert _state(pid) != "", "it outlives the thread that spawned it"
-            os.kill(pid, signal.SIGSTOP)
-            _until(lambda: _state(pid) == "T")
-        finally:
-            gateway.kill()
-        _until(lambda: _state(pid) in ("", "Z"))
-
-
-def _state(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except OSError:
-        return ""
-
-
-def _until(holds: Any) -> None:
-    end = time.monotonic() + 20.0
-    while not holds():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.01)
+        pid = int(await gateway.stdout.readline())
+        assert not has_ended(pid), "it outlives the thread that spawned it"
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: ") T " in Path(f"/proc/{pid}/stat").read_text())
+    finally:
+        gateway.kill()
+        await gateway.wait()
+    await until(lambda: has_ended(pid))
 
 
 def test_what_a_child_says_of_a_refused_start() -> None:

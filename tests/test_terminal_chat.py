@@ -173,14 +173,6 @@ def test_what_the_server_refuses_is_shown(
         ServerClient(ChatOptions(server.url)).first_model()
 
 
-def test_no_server_is_one_clear_error() -> None:
-    server = Server()
-    url = server.url
-    server.server_close()
-    with pytest.raises(ChatError, match=f"cannot reach {url}: Connection refused"):
-        run_chat(ChatOptions(url))
-
-
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:notaport"])
 def test_a_wrong_url_is_a_wrong_flag(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):

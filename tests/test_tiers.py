@@ -206,14 +206,7 @@ def test_a_start_is_charged_for_its_copies_once(depth: int) -> None:
     moved = [sum(len(op.target.units) for op in step.operations) for step in steps]
     assert [step.features.transferred_bytes for step in steps] == moved and sum(moved) >= 20
     for step, units in zip(steps, moved, strict=True):
-        assert step.predicted_latency == pytest.approx(step_seconds(step.predicted_latency, units), abs=1e-12), (
-            "copies are part of a step's predicted time"
-        )
-
-
-def step_seconds(predicted: float | None, units: int) -> float:
-    assert predicted is not None and predicted > MODEL.transferred * units
-    return predicted
+        assert step.predicted_latency is not None and step.predicted_latency > MODEL.transferred * units
 
 
 def test_an_offline_request_may_start_from_a_chats_history(depth: int) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import jsonschema_rs
@@ -81,89 +81,66 @@ def literal(value: Any, name: str) -> str:
     return json.dumps(value) if quote else repr(value)
 
 
-def write_xml(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """Calls in the XML-like formats that keep white space around values."""
-    written = [
-        (each, [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments.items()])
-        for each, arguments in calls
-    ]
-    if name == "minimax_m2":
-        bodies = [
-            f'<invoke name="{each}">\n'
-            + "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in pairs)
-            + "</invoke>"
-            for each, pairs in written
-        ]
-        return "<minimax:tool_call>\n" + "\n".join(bodies) + "\n</minimax:tool_call>"
-    line = "\n" if name == "glm45" else ""
-    return line.join(
-        f"<tool_call>{each}{line}"
-        + "".join(f"<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}" for key, value in pairs)
-        + "</tool_call>"
-        for each, pairs in written
-    )
+class Style(NamedTuple):
+    """How a format writes calls, with NAME, NUMBER and ARGUMENTS to be filled in. `argument`: one of an XML-like call,
+    with KEY and VALUE; white space around values is kept."""
+
+    call: str
+    between: str = ""
+    first: str = ""
+    last: str = ""
+    argument: str = ""
 
 
-XML = ("qwen3_xml", "glm45", "glm47", "minimax_m2")
+LISTED = '{"name": "NAME", "arguments": ARGUMENTS}'
+DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+DEEPSEEK_V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>"
+DEEPSEEK_V31 = "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>"
+KIMI = "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"
+HARMONY = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"
+INVOKE = '<invoke name="NAME">\nARGUMENTS</invoke>'
+STYLES = {
+    "hermes": Style(f"<tool_call>\n{LISTED}\n</tool_call>", "\n"),
+    "deepseek_v3": Style(DEEPSEEK_V3, "\n", *DEEPSEEK),
+    "deepseek_v31": Style(DEEPSEEK_V31, "", *DEEPSEEK),
+    "kimi_k2": Style(KIMI, "", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    "harmony": Style(HARMONY, "<|end|><|start|>assistant"),
+    "mistral": Style(LISTED, ", ", "[TOOL_CALLS][", "]"),
+    "mistral_args": Style("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
+    "phi4": Style(LISTED, ", ", "<|tool_call|>[", "]<|/tool_call|>"),
+    "llama3_json": Style('{"name": "NAME", "parameters": ARGUMENTS}'),
+    "gemma": Style("<|tool_call>call:NAMEARGUMENTS<tool_call|>"),
+    "functiongemma": Style("<start_function_call>call:NAMEARGUMENTS<end_function_call>"),
+    "pythonic": Style("NAME(ARGUMENTS)", ", ", "[", "]"),
+    "qwen3_xml": Style("<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>", "\n",
+                       argument="<parameter=KEY>\nVALUE\n</parameter>\n"),
+    "minimax_m2": Style(INVOKE, "\n", "<minimax:tool_call>\n", "\n</minimax:tool_call>",
+                        argument='<parameter name="KEY">VALUE</parameter>\n'),
+    "glm45": Style("<tool_call>NAME\nARGUMENTS</tool_call>", "\n",
+                   argument="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n"),
+    "glm47": Style("<tool_call>NAMEARGUMENTS</tool_call>",
+                   argument="<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"),
+}  # fmt: skip
+XML = tuple(name for name, style in STYLES.items() if style.argument)
+
+
+def write_arguments(name: str, arguments: dict[str, Any]) -> str:
+    if name in XML:
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+        argument = STYLES[name].argument
+        return "".join(argument.replace("KEY", key).replace("VALUE", text) for key, text in texts.items())
+    if name == "pythonic":
+        return ", ".join(f"{key}={literal(value, name)}" for key, value in arguments.items())
+    return literal(arguments, name) if "gemma" in name else json.dumps(arguments)
 
 
 def write(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """Calls as a model of that format writes them."""
-    if name == "hermes":
-        bodies = [json.dumps({"name": each, "arguments": arguments}) for each, arguments in calls]
-        return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
-    if name == "qwen3_xml":
-        return "\n".join(
-            f"<tool_call>\n<function={each}>\n"
-            + "".join(
-                f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
-                for key, value in arguments.items()
-            )
-            + "</function>\n</tool_call>"
-            for each, arguments in calls
-        )
-    if name in ("glm45", "glm47", "minimax_m2"):
-        return write_xml(name, calls)
-    if name in ("deepseek_v3", "deepseek_v31"):
-        parts = [
-            f"function<｜tool▁sep｜>{each}\n```json\n{json.dumps(arguments)}\n```"
-            if name == "deepseek_v3"
-            else f"{each}<｜tool▁sep｜>{json.dumps(arguments)}"
-            for each, arguments in calls
-        ]
-        between = "\n" if name == "deepseek_v3" else ""
-        body = between.join(f"<｜tool▁call▁begin｜>{part}<｜tool▁call▁end｜>" for part in parts)
-        return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
-    if name == "kimi_k2":
-        body = "".join(
-            f"<|tool_call_begin|>functions.{each}:{number}<|tool_call_argument_begin|>{json.dumps(arguments)}"
-            "<|tool_call_end|>"
-            for number, (each, arguments) in enumerate(calls)
-        )
-        return f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
-    if name == "harmony":
-        marks = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
-        return "<|end|><|start|>assistant".join(marks.format(each, json.dumps(arguments)) for each, arguments in calls)
-    listed = json.dumps([{"name": each, "arguments": arguments} for each, arguments in calls])
-    if name == "mistral":
-        return f"[TOOL_CALLS]{listed}"
-    if name == "mistral_args":
-        return "".join(f"[TOOL_CALLS]{each}[ARGS]{json.dumps(arguments)}" for each, arguments in calls)
-    if name == "phi4":
-        return f"<|tool_call|>{listed}<|/tool_call|>"
-    if name in ("gemma", "functiongemma"):
-        first, last = ("<|tool_call>", "<tool_call|>")
-        if name == "functiongemma":
-            first, last = ("<start_function_call>", "<end_function_call>")
-        texts = [literal(arguments, name)[1:-1] for _, arguments in calls]
-        return "".join(f"{first}call:{each}{{{text}}}{last}" for (each, _), text in zip(calls, texts, strict=True))
-    if name == "pythonic":
-        texts = [
-            ", ".join(f"{key}={literal(value, name)}" for key, value in arguments.items()) for _, arguments in calls
-        ]
-        return "[" + ", ".join(f"{each}({text})" for (each, _), text in zip(calls, texts, strict=True)) + "]"
-    each, arguments = calls[0]
-    return json.dumps({"name": each, "parameters": arguments})
+    """Calls as a model of that format writes them; of `llama3_json` the first."""
+    style, texts = STYLES[name], []
+    for number, (each, arguments) in enumerate(calls[:1] if name == "llama3_json" else calls):
+        text = style.call.replace("NUMBER", str(number)).replace("NAME", each)
+        texts.append(text.replace("ARGUMENTS", write_arguments(name, arguments)))
+    return style.first + style.between.join(texts) + style.last
 
 
 WORDS = st.text(st.sampled_from("ab {}[]\"'\\<>/=_,:\né東"), max_size=12)
@@ -195,8 +172,6 @@ def test_what_a_model_writes_is_read_however_it_was_cut(name: str, calls: Any, d
             (each, {k: v for k, v in arguments.items() if not (isinstance(v, str) and "<" in v)})
             for each, arguments in calls
         ]
-        string = {"type": "string"}
-        schemas = {each: {k: string for k, v in arguments.items() if isinstance(v, str)} for each, arguments in calls}
     functions = FUNCTIONS
     if name in XML:
         merged: dict[str, dict[str, Any]] = {each.name: {} for each in FUNCTIONS}
@@ -205,7 +180,6 @@ def test_what_a_model_writes_is_read_however_it_was_cut(name: str, calls: Any, d
                 merged[each].setdefault(key, type(value))
                 if merged[each][key] is not type(value):
                     return  # one parameter, two types
-        del schemas
         kinds = {str: {"type": "string"}, int: {"type": "integer"}, bool: {"type": "boolean"}}
         functions = tuple(
             Function(each, {"properties": {key: kinds[kind] for key, kind in keys.items()}})
@@ -261,34 +235,10 @@ def test_values_without_quotes_have_the_types_of_the_schema(written: str, schema
 
 
 MARKS = [
-    "<tool_call>",
-    "</tool_call>",
-    "<think>",
-    "</think>",
-    "[TOOL_CALLS]",
-    "[",
-    "]",
-    "{",
-    "}",
-    '{"name": "weather"}',
-    "\n",
-]
-MARKS += [
-    "<function=weather>",
-    "</function>",
-    "<|python_tag|>",
-    "weather()",
-    '"arguments": {}',
-    "word",
-    " ",
-    "[ARGS]",
-    "<tool",
-    "<|tool_call|>",
-    "<|tool_call>",
-    "<tool_call|>",
-    "call:weather{",
-    '<|"|>',
-]
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<function=weather>", "</function>", "<|python_tag|>",
+    "<tool", "<|tool_call|>", "<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]", "[ARGS]", "[", "]", "{", "}",
+    "weather()", "call:weather{", "word", '{"name": "weather"}', '"arguments": {}', "\n", " ",
+]  # fmt: skip
 
 
 @fuzz(10_000 if os.environ.get("FUZZ") else 300)
@@ -797,34 +747,20 @@ async def test_past_calls_reach_the_template_as_objects_with_every_digit(tmp_pat
             assert past.strip('"') == {"-0.10": "-0.1", "1E+5": "100000.0"}.get(number, number)
 
 
+OTHER: Any = {"type": "function", "function": {"name": "other"}}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "only allowed with"),
-    (
-        {"tool_choice": {"type": "function", "function": {"name": "other"}}},
-        "tool_choice.function.name",
-        "not in 'tools'",
-    ),
+    ({"tool_choice": OTHER}, "tool_choice.function.name", "not in 'tools'"),
     ({"tool_choice": "always"}, "tool_choice", "Invalid"),
-    (
-        {
-            "tool_choice": {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
-            }
-        },
-        "tool_choice.allowed_tools.tools",
-        "not in",
-    ),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [OTHER]}}},
+     "tool_choice.allowed_tools.tools", "not in"),
     ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "same name"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "Invalid"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "Invalid"),
     ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs.regex", "together with 'tools'"),
-    (
-        {"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}},
-        "chat_template_kwargs.chat_template",
-        "no variable",
-    ),
-]
+    ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs.chat_template",
+     "no variable"),
+]  # fmt: skip
 
 
 async def test_what_is_refused_names_its_parameter(tmp_path: Path) -> None:

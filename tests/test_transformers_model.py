@@ -9,11 +9,11 @@ import pytest
 import tiny_models
 import tiny_transformers
 import torch
-from driver import Driver, make_request
+from driver import Driver, make_request, small_config
 from native_build import native
 from support.tables import mostly_slow
+from tiny_transformers import Case
 
-from engine.api import RequestClass
 from engine.build import plan_launch
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelLoadError
@@ -24,14 +24,12 @@ from engine.execution.cuda.modules import KernelAttention
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
-from engine.limits import SchedulerConfig
 from engine.models.hub import choose
 from engine.models.transformers_model import TransformersModel, load_model
 from engine.models.transformers_shape import load_shape
 from engine.triton_kernels import Kernels, twins
 
-BLOCK = 4
-OUTPUT = 12
+LENGTHS, OUTPUT = (1, 5, 8, 9, 16, 17, 23, 33, 40, 47, 58, 64), 12
 EXACT = ("granite", "olmo2", "stablelm", "gemma", "phi", "glm", "gpt2", "gemma2", "gpt_oss", "mixtral", "deepseek_v3")
 """Scaled residuals, norms behind branches, partial rotary, wide heads, parallel branches, learned positions, windows
 with soft caps, sinks, experts, K wider than V."""
@@ -39,37 +37,14 @@ NATIVE = ("deepseek_v2", "deepseek_v3", "gemma2", "gpt_oss", "gpt2")
 """K wider than V, without and with normed scores of experts; windows with soft caps; sinks; bare heads."""
 
 
-class Case:
-    """A tiny checkpoint: transformers' model, ours, and where it lies."""
-
-    def __init__(self, model_type: str, folder: Path, **changes: Any) -> None:
-        self.folder = folder
-        self.reference = tiny_transformers.save(model_type, folder, **changes)
-        self.shape = load_shape(folder)
-        self.model = load_model(self.shape, folder, dtype="float32")
-
-    @functools.cached_property
-    def expected(self) -> list[list[int]]:
-        """Tokens of transformers' model behind each of the prompts."""
-        return [generated(self.reference, prompt) for prompt in prompts_of(self.shape.vocab_size)]
-
-
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
+    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name), LENGTHS, OUTPUT))
 
 
 def make_driver(model: TransformersModel, depth: int, kernels: Kernels | None = None, **changes: Any) -> Driver:
     """`kernels`: attention by them."""
-    config = SchedulerConfig(
-        num_units=2 * changes.pop("num_blocks", 30),
-        max_model_len=changes.pop("max_model_len", 90),
-        block_size=BLOCK,
-        max_num_seqs=8,
-        max_num_batched_tokens=24,
-        pipeline_depth=depth,
-        **changes,
-    )
+    config = small_config(30, max_model_len=90, pipeline_depth=depth, **changes)
 
     def attention(pool: UnitPool, rows: RowTable) -> KernelAttention:
         assert kernels is not None
@@ -81,25 +56,6 @@ def make_driver(model: TransformersModel, depth: int, kernels: Kernels | None = 
     return Driver(Runner(device), config)
 
 
-def prompts_of(vocab_size: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(7)
-    shared = torch.randint(3, vocab_size, (26,), generator=generator).tolist()
-    prompts = []
-    for index, length in enumerate((1, 5, 8, 9, 16, 17, 23, 33, 40, 47, 58, 64)):
-        own = torch.randint(3, vocab_size, (length,), generator=generator).tolist()
-        prompts.append((shared + own)[:length] if index % 3 == 0 else own)
-    return prompts
-
-
-def generated(model: Any, prompt: list[int], count: int = OUTPUT) -> list[int]:
-    with torch.inference_mode():
-        ids = torch.tensor([prompt])
-        found = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
-        )
-    return found[0, len(prompt) :].tolist()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "depth"), [(name, at % 2) for at, name in enumerate(EXACT)])
 def test_tokens_equal_generate(case_of: Any, name: str, depth: int) -> None:
@@ -109,25 +65,18 @@ def test_tokens_equal_generate(case_of: Any, name: str, depth: int) -> None:
 
 
 def check_tokens(case: Case, driver: Driver) -> None:
-    prompts = prompts_of(case.shape.vocab_size)
-    for index, prompt in enumerate(prompts):
-        request_class = RequestClass.OFFLINE if index % 5 == 4 else RequestClass.ONLINE
-        driver.add(make_request(str(index), prompt, OUTPUT, request_class=request_class))
-        driver.step()
-    driver.run()
+    assert driver.run_all(case.prompts, OUTPUT) == case.answers
     stats = driver.stats()
     assert sum(stats.preemptions.values()) > 0
     assert stats.prefix_hit_tokens > 0
-    assert [driver.outputs[str(index)] for index in range(len(prompts))] == case.expected
 
 
 def test_parked_pasts_come_back(case_of: Any) -> None:
     case = case_of("gemma2")
-    driver = make_driver(case.model, 0, host_units=60, unit_bytes=1)
-    prompts = prompts_of(case.shape.vocab_size)
-    driver.add(*[make_request(str(index), prompt, OUTPUT) for index, prompt in enumerate(prompts)])
+    driver = make_driver(case.model, 0, host_units=60)
+    driver.add(*[make_request(str(index), prompt, OUTPUT) for index, prompt in enumerate(case.prompts)])
     driver.run()
-    assert [driver.outputs[str(index)] for index in range(len(prompts))] == case.expected
+    assert [driver.outputs[str(index)] for index in range(len(case.prompts))] == case.answers
 
 
 @pytest.mark.slow
@@ -139,7 +88,7 @@ def test_native_attention_equals_generate(
     case = case_of(name)
     model = load_model(case.shape, case.folder, dtype="float32", make=native().linear)
     monkeypatch.setattr(transformers_device, "PagedAttention", None)
-    driver = make_driver(model, 0, host_units=host_units, unit_bytes=1)
+    driver = make_driver(model, 0, host_units=host_units)
     check_tokens(case, driver)
     if host_units:
         assert driver.stats().cache_units["swap_in"] > 0
@@ -158,7 +107,7 @@ def test_attention_by_kernels_equals_generate(
     case = case_of(name)
     monkeypatch.setattr(transformers_device, "PagedAttention", None)
     kernels: Any = twins
-    driver = make_driver(case.model, 0, kernels, host_units=host_units, unit_bytes=1)
+    driver = make_driver(case.model, 0, kernels, host_units=host_units)
     check_tokens(case, driver)
     if host_units:
         assert driver.stats().cache_units["swap_in"] > 0

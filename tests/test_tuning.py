@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from driver import has_ended, make_request
+from test_keeper import CONFIG, MODEL
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
@@ -32,22 +33,16 @@ from engine.colocation.tuner import (
 )
 from engine.colocation.waits import initial_budget
 from engine.core import EngineCore
-from engine.limits import SchedulerConfig
 from engine.machine import child
 from engine.machine.child import NICENESS, TURNS, ChildError, Turn, run_child, step_aside
 from engine.scheduling.output import Chunk, SchedulerOutput
 from predictor.budget import BudgetParams
 from predictor.budget_search import BudgetTable, Evaluated, SearchResult
 from predictor.load import BUCKET, Lengths, LoadModel, OnlineArrival
-from predictor.model import LatencyModel
 from predictor.online import OnlineModel
 from predictor.profile import ProfileKey
 from predictor.slo import SLO
 
-MODEL = LatencyModel(
-    intercept=0.008, decodes=2e-5, decode_context=4e-7, prefill_chunks=2e-4, knots=(0, 128), hinges=(2e-5, 1e-4)
-)
-CONFIG = SchedulerConfig(num_units=2 * 600, max_model_len=1024, max_num_seqs=64, max_num_batched_tokens=256)
 STEP = SchedulerOutput(0, (Chunk(0, 10, 1, True),))
 USUAL = (Turn("usual", 900.0),)
 
@@ -100,16 +95,7 @@ class Bench:
     def queue_a_job(self) -> None:
         self.core.add_request(make_request("job", range(80), 12, request_class=RequestClass.OFFLINE), self.now)
 
-    async def serve(
-        self,
-        count: int,
-        rate: float,
-        *,
-        prompt: int = 100,
-        gap: float = 0.01,
-        beside: bool = True,
-        step: float = 0.0082,
-    ) -> None:
+    async def serve(self, count: int, rate: float, prompt: int = 100, gap: float = 0.01, step: float = 0.0082) -> None:
         """Online requests at a steady rate, each of two tokens, by steps of so many seconds."""
         for _ in range(count):
             self.now += 1.0 / rate

@@ -1,20 +1,25 @@
 """Batches in front of another server: a stub with vLLM's answers, whole servers on both sides, real HTTP between."""
 
+from __future__ import annotations
+
 import asyncio
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import batch_tools
 import httpx
 import pytest
 import uvicorn
+from batch_tools import jsonl, results_of, submit
+from driver import until
 from fake_engine import running
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from support.lazy import openai
 
 from engine.api import Lane
 from engine.errors import ConfigError, EngineUnavailableError
@@ -85,11 +90,6 @@ class Stub:
             listener.close()
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 async def trouble_of(client: httpx.AsyncClient) -> str:
     """Wait until the server is not ready, and return why."""
     while (ready := await client.get("/ready")).status_code == 200:  # noqa: ASYNC110
@@ -130,30 +130,23 @@ async def front(url: str, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def create(client: httpx.AsyncClient, *bodies: Any, path: str = "/v1/chat/completions") -> str:
-    lines = [
-        json.dumps({"custom_id": str(number), "method": "POST", "url": path, "body": body})
-        for number, body in enumerate(bodies)
-    ]
-    file = {"file": ("lines.jsonl", "\n".join(lines).encode())}
-    uploaded = (await client.post("/v1/files", files=file, data={"purpose": "batch"})).json()
-    asked = {"input_file_id": uploaded["id"], "endpoint": path, "completion_window": "24h"}
-    made = await client.post("/v1/batches", json=asked)
-    assert made.status_code == 200, made.text
-    return str(made.json()["id"])
+def api_of(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
+
+
+async def create(client: httpx.AsyncClient, *bodies: Any) -> str:
+    path = "/v1/chat/completions"
+    lines = [{"custom_id": str(i), "method": "POST", "url": path, "body": body} for i, body in enumerate(bodies)]
+    async with api_of(client) as api:
+        return str((await submit(api, jsonl(lines), path)).id)
 
 
 async def ended(client: httpx.AsyncClient, batch_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the batch in its final state, and its rows by custom id."""
-    ends = ("completed", "failed", "cancelled")
-    while (batch := (await client.get(f"/v1/batches/{batch_id}")).json())["status"] not in ends:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
-    rows = {}
-    for name in ("output_file_id", "error_file_id"):
-        if batch[name]:
-            content = (await client.get(f"/v1/files/{batch[name]}/content")).text
-            rows |= {row["custom_id"]: row for row in map(json.loads, content.splitlines())}
-    return batch, rows
+    async with api_of(client) as api:
+        batch = await batch_tools.until(api, batch_id)
+        output, errors = await results_of(api, batch)
+    return batch.model_dump(), output | errors
 
 
 def chat(text: str, **fields: Any) -> dict[str, Any]:

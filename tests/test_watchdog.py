@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from driver import Driver, is_error, make_request, outputs_of, submit_one
+from driver import Driver, is_error, make_request, outputs_of, submit_one, until
 from fake_engine import serve
 from fakes.runner import FakeRunner, solo
 from integrity import check_core
@@ -35,11 +35,6 @@ def make_engine(stall_seconds: float = 0.25, **changes: Any) -> Engine:
     core = EngineCore(SchedulerConfig(**{**settings, **changes}))
     info = EngineInfo(256, VOCAB, frozenset(), "fake", "none", "none", 0)
     return Engine(core, FakeRunner(block_size=BLOCK, vocab_size=VOCAB), info, stall_seconds=stall_seconds)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the event is a state of the engine, which has no waiter for it
-        await asyncio.sleep(0.001)
 
 
 async def answer(engine: Engine, request: EngineRequest) -> list[int]:
@@ -153,8 +148,7 @@ async def test_neither_an_idle_engine_nor_a_long_step_stands_still() -> None:
     core.update(output, runner.launch(output)(), now)
     watchdog.on_step()
     now = 201.0
-    while not recoveries:  # noqa: ASYNC110 - the watchdog has no event for it
-        await asyncio.sleep(0.001)
+    await until(lambda: bool(recoveries))
     assert watchdog.trouble is not None
     core.abort("a", now)
     await until(lambda: watchdog.trouble is None)

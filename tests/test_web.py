@@ -48,13 +48,17 @@ async def test_nothing_else_is_served(start_server: StartServer, name: str) -> N
     assert (await get(served, f"/web/{name}")).status_code == 404
 
 
-async def test_figures_need_the_key_and_files_do_not(start_server: StartServer) -> None:
-    served = await start_server("hi", api_key=("secret",))
-    assert (await get(served, "/")).status_code == 200
-    assert (await get(served, "/web/app.js")).status_code == 200
+async def test_figures_are_for_keys_that_may_see_them_and_files_for_everybody(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    served = await start_server("hi", api_key_file=keys_of(tmp_path, "a a", "b b metrics"))
+    for path in ("/", "/web/app.js"):
+        assert (await get(served, path)).status_code == 200
     for path in ("/dashboard/history", "/dashboard/events"):
         assert (await get(served, path)).status_code == 401
-    assert (await get(served, "/dashboard/history", authorization="Bearer secret")).status_code == 200
+        refused = await get(served, path, authorization="Bearer a")
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "metrics_forbidden"
+    assert (await get(served, "/dashboard/history", authorization="Bearer b")).status_code == 200
 
 
 async def test_snapshots_follow_one_another_and_show_the_chat_that_ended(start_server: StartServer) -> None:
@@ -199,13 +203,3 @@ def test_the_modules_of_the_page() -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "# pass 0" not in run.stdout
-
-
-async def test_figures_of_every_tenant_are_for_keys_that_may_see_them(
-    start_server: StartServer, tmp_path: Path
-) -> None:
-    served = await start_server("hi", api_key_file=keys_of(tmp_path, "a a", "b b metrics"))
-    for path in ("/dashboard/history", "/dashboard/events"):
-        refused = await get(served, path, authorization="Bearer a")
-        assert refused.status_code == 403 and refused.json()["error"]["code"] == "metrics_forbidden"
-    assert (await get(served, "/dashboard/history", authorization="Bearer b")).status_code == 200

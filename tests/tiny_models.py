@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,8 @@ _LONGROPE = {
     "original_max_position_embeddings": 64,
     "partial_rotary_factor": 0.75,
 }
-_OPT = {
-    "ffn_dim": 96,
-    "word_embed_proj_dim": 64,
-    "dropout": 0.0,
-    "tie_word_embeddings": True,
-}
-_GEMMA = {
-    "head_dim": 24,
-    "sliding_window": 17,
-    "attn_logit_softcapping": 2.0,
-    "final_logit_softcapping": 3.0,
-}
+_OPT = {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "tie_word_embeddings": True}
+_GEMMA = {"head_dim": 24, "sliding_window": 17, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 # name -> (transformers' config class, what differs from _SMALL)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -191,6 +181,24 @@ def reference_model(name: str) -> Any:
 def model_folder(name: str, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB") -> Path:
     """The saved checkpoint of a case (read-only: it is shared). `shard_size` as transformers spells it, e.g. "40KB"."""
     return _saved(name, dtype, shard_size)
+
+
+def prompts_of(vocab_size: int, lengths: Sequence[int], shared: int = 26) -> list[list[int]]:
+    """Return prompts of these lengths; every third one has the same beginning of up to `shared` tokens."""
+    generator = torch.Generator().manual_seed(7)
+    common, *own = (torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in (shared, *lengths))
+    return [(common + prompt)[: len(prompt)] if index % 3 == 0 else prompt for index, prompt in enumerate(own)]
+
+
+def generated(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Return the greedy tokens of transformers' own model behind a prompt."""
+    ids = torch.tensor([prompt])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = model.generate(ids, max_new_tokens=count, **options)
+    tokens: list[int] = found[0, len(prompt) :].tolist()
+    return tokens
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -1,10 +1,16 @@
 """Tiny random checkpoints of every causal language model type that the installed transformers has."""
 
+import functools
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import generated, prompts_of
+
+from engine.models.transformers_model import load_model
+from engine.models.transformers_shape import load_shape
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -97,12 +103,25 @@ UNLIKE: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Sizes of types that SMALL does not fit."""
-DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+
+
+class Case:
+    """A tiny checkpoint: transformers' model, ours, where it lies, and prompts with transformers' answers."""
+
+    def __init__(self, model_type: str, folder: Path, lengths: Sequence[int], output: int, **shared: int) -> None:
+        self.folder, self.output = folder, output
+        self.reference = save(model_type, folder)
+        self.shape = load_shape(folder)
+        self.model = load_model(self.shape, folder, dtype="float32")
+        self.prompts = prompts_of(self.shape.vocab_size, lengths, **shared)
+
+    @functools.cached_property
+    def answers(self) -> list[list[int]]:
+        return [self.generated(prompt) for prompt in self.prompts]
+
+    def generated(self, prompt: list[int]) -> list[int]:
+        return generated(self.reference, prompt, self.output)
 
 
 def causal_types() -> list[str]:

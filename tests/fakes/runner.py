@@ -23,10 +23,7 @@ from predictor.features import EVERYTHING, BatchFeatures, Reach
 
 Digest = bytes
 
-_WAYS = {
-    CacheAction.SWAP_OUT: ((Tier.DEVICE, Tier.HOST),),
-    CacheAction.SWAP_IN: ((Tier.HOST, Tier.DEVICE),),
-}
+_WAYS = {CacheAction.SWAP_OUT: ((Tier.DEVICE, Tier.HOST),), CacheAction.SWAP_IN: ((Tier.HOST, Tier.DEVICE),)}
 
 
 def address_of(tier: Tier, unit: int) -> int:
