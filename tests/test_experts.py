@@ -73,9 +73,7 @@ def meta_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 @pytest.mark.parametrize("arch", [89, 90])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_step_with_experts_waits_for_the_device(
-    name: str, arch: int, meta_of: Callable[[str], ModelSpec]
-) -> None:
+def test_no_step_with_experts_waits_for_the_device(name: str, arch: int, meta_of: Callable[[str], ModelSpec]) -> None:
     """Nor for the compiler, with few rows of an expert or with many; on other cards torch's product would."""
     spec = meta_of(name)
     with dry_device(arch) as dry:
@@ -100,9 +98,7 @@ def test_no_step_with_experts_waits_for_the_device(
 
 @pytest.mark.parametrize(("arch", "most"), [(80, 13), (90, 14), (120, 13)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_launches_of_a_layer_with_experts(
-    name: str, arch: int, most: int, meta_of: Callable[[str], ModelSpec]
-) -> None:
+def test_launches_of_a_layer_with_experts(name: str, arch: int, most: int, meta_of: Callable[[str], ModelSpec]) -> None:
     """Where torch multiplies, it gets a copy of the rows."""
     layer, _ = launches_of(meta_of(name), 2, arch)
     assert len(layer) == most and layer.count("_grouped_mm" if arch == 90 else "grouped_product_kernel") == 2
