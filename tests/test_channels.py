@@ -18,7 +18,7 @@ from fake_engine import MODEL, FakeEngine, Served, say, serve
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz import fuzz
-from support.http import post
+from support.http import post, prompt_of
 from support.lazy import openai
 from test_tools import FUNCTIONS, TOOLS, Writing, take_apart
 
@@ -281,11 +281,9 @@ async def test_calls_and_reasoning_in_all_three_apis(tmp_path: Path) -> None:
 
 async def chat(served: Served, **fields: Any) -> tuple[dict[str, Any], str]:
     """Return the message of the answer and the prompt."""
-    answer = await post(served, messages=[USER], **fields)
+    answer = await post(served, **{"messages": [USER], **fields})
     assert answer.status_code == 200, answer.text
-    ids = served.engine.requests[-1].prompt_token_ids
-    prompt = served.app.state.context.tokenizer.decode(ids, skip_special_tokens=False)
-    return answer.json()["choices"][0]["message"], prompt
+    return answer.json()["choices"][0]["message"], prompt_of(served)
 
 
 @pytest.mark.slow
