@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import tokenizer_folders
 from batch_tools import batch_server, client_of, jsonl, keys_of, line, submit
 from fake_engine import MODEL, FakeEngine, Script, Served, say, serve
 from fixtures import StartServer, refuse_blocking
-from support.http import prompt_of
+from support.http import get, prompt_of
 from support.lazy import anthropic, openai
 from test_batches_api import check_types
 from test_messages_api import TOOLS, ask
@@ -78,9 +77,8 @@ async def test_models_have_the_form_of_the_clients_api(start_server: StartServer
         with pytest.raises(anthropic.NotFoundError) as caught:
             await client.models.retrieve("other")
         assert caught.value.body["error"]["type"] == "not_found_error" and caught.value.request_id  # type: ignore[index]
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as plain:
-        assert (await plain.get("/v1/models")).json()["data"][0]["object"] == "model"
-        assert (await plain.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
+    assert (await get(served, "/v1/models")).json()["data"][0]["object"] == "model"
+    assert (await get(served, "/v1/models/other")).json()["error"]["code"] == "model_not_found"
 
 
 # --- threads, which the SDK gives up when a server refuses them

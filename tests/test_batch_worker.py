@@ -25,7 +25,6 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
-import httpx
 import pytest
 from batch_tools import (
     add_batch,
@@ -49,6 +48,7 @@ from fake_engine import MODEL
 from hypothesis import given
 from hypothesis import strategies as st
 from recording_disk import IO_ERROR, NO_SPACE, READINGS, FaultyDisk, Log, RecordingDisk, write_image
+from support.http import get
 from support.lazy import openai
 
 from engine.api import RequestClass
@@ -310,11 +310,10 @@ async def test_a_long_fault_pauses_jobs_answers_507_and_spares_online(tokenizer:
         assert online.choices[0].text == "done"[: len(online.choices[0].text)]
         offline = [r for r in served.engine.requests if r.request_class is RequestClass.OFFLINE]
         assert len(offline) <= ONE_BY_ONE.window_lines, "no lines are run whose results cannot be kept"
-        async with httpx.AsyncClient(timeout=60) as http:
-            assert "tidemill_storage_fault 1.0" in (await http.get(f"{served.url}/metrics")).text
-            ready = await http.get(f"{served.url}/ready")
-            assert ready.status_code == 200, "chats are served"
-            assert ready.json()["status"] == "degraded" and "batches pause" in ready.json()["storage"]
+        assert "tidemill_storage_fault 1.0" in (await get(served, "/metrics")).text
+        ready = await get(served, "/ready")
+        assert ready.status_code == 200, "chats are served"
+        assert ready.json()["status"] == "degraded" and "batches pause" in ready.json()["storage"]
         disk.faults = {}
         await check_ended(client, await until(client, batch.id), [f"id-{i}" for i in range(10)])
         assert len(served.engine.requests) == 11, "nothing ran twice"
@@ -325,15 +324,15 @@ async def test_a_lost_state_folder_is_said_by_ready_and_metrics_while_chats_go_o
 ) -> None:
     """Before the first upload, and until the folder is back."""
     place, away = tmp_path / "state", tmp_path / "away"
-    async with batch_server(tokenizer, place) as (served, client), httpx.AsyncClient(timeout=60) as http:
+    async with batch_server(tokenizer, place) as (served, client):
 
         async def status() -> tuple[str, str]:
-            answer = await http.get(f"{served.url}/ready")
+            answer = await get(served, "/ready")
             assert answer.status_code == 200
             return answer.json()["status"], answer.json().get("storage", "")
 
         async def fault() -> bool:
-            return "tidemill_storage_fault 1.0" in (await http.get(f"{served.url}/metrics")).text
+            return "tidemill_storage_fault 1.0" in (await get(served, "/metrics")).text
 
         assert await status() == ("ok", "") and not await fault()
         place.rename(away)
@@ -350,10 +349,10 @@ async def test_a_disk_that_hangs_does_not_hold_up_who_asks_whether_the_server_is
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     answers = threading.Event()
-    async with batch_server(tokenizer, tmp_path) as (served, _), httpx.AsyncClient(timeout=60) as http:
+    async with batch_server(tokenizer, tmp_path) as (served, _):
         served.app.state.context.lifecycle.ask_storage = answers.wait
         for _ in range(3):
-            ready = await http.get(f"{served.url}/ready")
+            ready = await get(served, "/ready")
             assert (ready.status_code, ready.json()["storage"]) == (200, "the state folder does not answer")
         answers.set()
 

@@ -367,8 +367,7 @@ async def test_auto_paging_over_batches(ready: Ready) -> None:
     raw = (await client.batches.with_raw_response.list(limit=2)).http_response.json()
     assert raw["object"] == "list" and (raw["first_id"], raw["last_id"]) == (ids[4], ids[3])
     for query in ("limit=0", "limit=101", "limit=x", "limit=-1", "after=batch_x", "after=" + "0" * 500):
-        async with httpx.AsyncClient(timeout=60) as http:
-            answer = await http.get(f"{ready[0].url}/v1/batches?{query}")
+        answer = await get(ready[0], f"/v1/batches?{query}")
         assert answer.status_code == 400 and answer.json()["error"]["param"] == query.partition("=")[0]
 
 

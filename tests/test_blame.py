@@ -195,6 +195,20 @@ def test_steps_that_fail_for_their_size_blame_nobody() -> None:
     check(driver, lines)
 
 
+def test_canaries_with_logits_that_are_not_finite_make_it_sick() -> None:
+    broken = True
+    driver, _ = make_driver(lambda step, _work: step == 1)
+    driver.runner._inner._invalid = lambda prefix: broken and prefix[:8] == list(range(8))  # type: ignore[attr-defined]
+    request = make_request("a", [9, 9, 9], 5)
+    driver.add(request)
+    for _ in range(10):
+        driver.step()
+    assert driver.core.recovery.sick_since is not None
+    broken = False
+    driver.run()
+    check(driver, [request])
+
+
 def test_logits_that_are_not_finite_end_only_the_request_that_makes_them(depth: int) -> None:
     driver, runner = make_driver(lambda *_: False, depth)
     runner._inner._invalid = lambda prefix: prefix[0] == 3 and len(prefix) > 9

@@ -235,25 +235,11 @@ async def test_a_gpu_measures_its_cache_and_gives_the_same_answer() -> None:
 
 # ---- the processor
 
-CPUINFO = """processor\t: 0
-model name\t: Test CPU
-physical id\t: 0
-core id\t\t: 0
-flags\t\t: fpu avx2 avx512_bf16
-
-processor\t: 1
-model name\t: Test CPU
-physical id\t: 0
-core id\t\t: 0
-flags\t\t: fpu avx2 avx512_bf16
-
-processor\t: 2
-model name\t: Test CPU
-physical id\t: 0
-core id\t\t: 1
-flags\t\t: fpu avx2 avx512_bf16
-
-"""
+CPUINFO = "".join(
+    f"processor\t: {thread}\nmodel name\t: Test CPU\nphysical id\t: 0\ncore id\t\t: {core}\n"
+    "flags\t\t: fpu avx2 avx512_bf16\n\n"
+    for thread, core in ((0, 0), (1, 0), (2, 1))
+)
 
 
 def test_two_threads_of_a_core_are_one_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import jsonschema_rs
 import pytest
 import tokenizer_folders
@@ -19,6 +18,7 @@ from fake_engine import MODEL, FakeEngine, Served, say, serve
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz import fuzz
+from support.http import post, prompt_of
 from support.lazy import openai
 from test_tools import FUNCTIONS, TOOLS, Writing, take_apart
 
@@ -281,12 +281,9 @@ async def test_calls_and_reasoning_in_all_three_apis(tmp_path: Path) -> None:
 
 async def chat(served: Served, **fields: Any) -> tuple[dict[str, Any], str]:
     """Return the message of the answer and the prompt."""
-    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
-        answer = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": [USER], **fields})
+    answer = await post(served, **{"messages": [USER], **fields})
     assert answer.status_code == 200, answer.text
-    ids = served.engine.requests[-1].prompt_token_ids
-    prompt = served.app.state.context.tokenizer.decode(ids, skip_special_tokens=False)
-    return answer.json()["choices"][0]["message"], prompt
+    return answer.json()["choices"][0]["message"], prompt_of(served)
 
 
 @pytest.mark.slow
@@ -345,9 +342,7 @@ async def test_a_message_is_continued_in_its_channel(tmp_path: Path) -> None:
     async with scripted(tmp_path, "1}") as served:
         message, prompt = await chat(served, messages=past, continue_final_message=True, **JSON_FORM)
         assert message["content"] == "1}" and prompt.endswith(FINAL + '{"n":')
-        async with httpx.AsyncClient(base_url=served.url) as client:
-            asked = {"model": MODEL, "messages": past, "continue_final_message": True, "tools": STRICT}
-            refused = await client.post("/v1/chat/completions", json=asked)
+        refused = await post(served, messages=past, continue_final_message=True, tools=STRICT)
     assert refused.status_code == 400 and "strict calls" in refused.json()["error"]["message"]
     grammar = served.engine.requests[0].sampling.grammar
     assert grammar is not None and grammar.kind == "json"

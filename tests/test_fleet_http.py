@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from batch_tools import eventually
 from fake_engine import Served
+from support.http import get
 from support.lazy import openai
 from test_process_http import CHILD, CONFIG, everything, served_by
 
@@ -51,29 +51,27 @@ async def test_streams_and_a_batch_while_engines_die(tokenizer: Tokenizer, tmp_p
         routed = [member.routed for member in fleet._members]
         assert min(routed) > 0 and sum(routed) >= 30 + 7
         await eventually(lambda: all(member.engine.is_up for member in fleet._members))
-        async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
-            page = (await http.get("/metrics")).text
-            for number, count in enumerate(routed):
-                assert f'tidemill_engine_routed_requests_total{{engine="{number}"}} {count:.1f}' in page
-            assert "tidemill_device_units 800.0" in page, "two pools of 400 units"
+        page = (await get(served, "/metrics")).text
+        for number, count in enumerate(routed):
+            assert f'tidemill_engine_routed_requests_total{{engine="{number}"}} {count:.1f}' in page
+        assert "tidemill_device_units 800.0" in page, "two pools of 400 units"
 
 
 async def test_the_fleet_is_ready_while_one_engine_is(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The first engine dies again and again before it is ready."""
     async with server(tokenizer, tmp_path, "ready:1:2-99", "") as (served, client, fleet):
-        async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
-            ready = (await http.get("/ready")).json()
-            assert [engine["state"] for engine in ready["engines"]] == ["ready", "ready"]
-            fleet._members[0].engine.kill()
-            await eventually(lambda: fleet._members[0].engine.state is EngineState.DEGRADED)
-            answer = await http.get("/ready")
-            assert answer.status_code == 200
-            first, second = answer.json()["engines"]
-            assert first["state"] == "degraded" and "started again" in first["trouble"] and second["state"] == "ready"
-            page = (await http.get("/metrics")).text
-            assert 'tidemill_engine_ready{engine="0"} 0.0' in page and 'tidemill_engine_ready{engine="1"} 1.0' in page
-            snapshot = (await http.get("/dashboard/history")).json()["snapshots"][-1]
-            assert len(snapshot["engines"]) == 2 and snapshot["ready"]
+        ready = (await get(served, "/ready")).json()
+        assert [engine["state"] for engine in ready["engines"]] == ["ready", "ready"]
+        fleet._members[0].engine.kill()
+        await eventually(lambda: fleet._members[0].engine.state is EngineState.DEGRADED)
+        answer = await get(served, "/ready")
+        assert answer.status_code == 200
+        first, second = answer.json()["engines"]
+        assert first["state"] == "degraded" and "started again" in first["trouble"] and second["state"] == "ready"
+        page = (await get(served, "/metrics")).text
+        assert 'tidemill_engine_ready{engine="0"} 0.0' in page and 'tidemill_engine_ready{engine="1"} 1.0' in page
+        snapshot = (await get(served, "/dashboard/history")).json()["snapshots"][-1]
+        assert len(snapshot["engines"]) == 2 and snapshot["ready"]
         answered = await client.completions.create(model="fake-model", prompt="hi", max_tokens=2)
         assert answered.usage is not None
 

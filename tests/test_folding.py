@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import tokenizer_folders
 import tokenizers
 from cost_tools import check
-from fake_engine import MODEL, FakeEngine, say, serve
+from fake_engine import FakeEngine, say, serve
+from support.http import post
 
 from engine.text.chat_template import fold
 from engine.text.template_probe import Shape, probe_templates
@@ -217,10 +217,10 @@ async def test_all_three_apis_fold(tmp_path: Path) -> None:
         "/v1/messages": {"system": [{"type": "text", "text": each} for each in "ab"], "messages": turns},
         "/v1/responses": {"instructions": "a", "input": [developer, *turns]},
     }
-    async with serve(engine, tokenizer) as served, httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+    async with serve(engine, tokenizer) as served:
         for path, body in bodies.items():
             length = {"max_tokens": 9} if path == "/v1/messages" else {}
-            answer = await client.post(path, json={"model": MODEL, **body, **length})
+            answer = await post(served, path, **body, **length)
             assert answer.status_code == 200, answer.text
     prompts = [tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False) for request in engine.requests]
     assert prompts == ["(a\n\nb)<|im_start|>user\nq\n\nlate\n\nr<|im_end|>\n"] * 3

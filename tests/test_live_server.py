@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pydantic
 import pytest
 from batch_tools import client_of, eventually
 from fake_engine import Served, demo_engine, serve
 from fixtures import refuse_blocking
 from integrity import check_core
+from support.http import get
 from support.lazy import openai
 
 from engine.config import EngineConfig
@@ -178,6 +178,5 @@ async def test_a_burst_on_a_fresh_server_is_served_not_refused(tmp_path: Path) -
         ]
         answers = await asyncio.gather(*ask)
         assert all(answer.usage is not None and answer.usage.completion_tokens >= 1 for answer in answers)
-        async with httpx.AsyncClient(timeout=60, base_url=served.url) as plain:
-            assert (await plain.get("/ready")).json()["colocation"]["refused_requests"] == 0
-            assert "tidemill_refused_requests_total 0.0" in (await plain.get("/metrics")).text
+        assert (await get(served, "/ready")).json()["colocation"]["refused_requests"] == 0
+        assert "tidemill_refused_requests_total 0.0" in (await get(served, "/metrics")).text

@@ -228,8 +228,7 @@ async def test_tokens_are_counted_without_a_request(tmp_path: Path) -> None:
     async with scripted(tmp_path, "ok") as served:
         for fields in ({}, {"tools": TOOLS, "system": "Be brief"}):
             body = {name: value for name, value in ask(**fields).items() if name != "max_tokens"}
-            async with httpx.AsyncClient(base_url=served.url) as client:
-                counted = await client.post("/v1/messages/count_tokens?beta=true", json=body)
+            counted = await send(served, "POST", "/v1/messages/count_tokens?beta=true", json=body)
             await post(served, **fields)
             assert counted.json() == {"input_tokens": len(served.engine.requests[-1].prompt_token_ids)}
         assert len(served.engine.requests) == 2

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from batch_tools import (
     batch_server,
@@ -24,6 +23,7 @@ from batch_tools import (
 )
 from fake_engine import MODEL
 from recording_disk import IO_ERROR, NO_SPACE, FaultyDisk
+from support.http import get
 from support.lazy import openai
 
 from engine.errors import ConfigError
@@ -120,9 +120,9 @@ async def test_a_start_on_a_disk_that_refuses_it_serves_chats_and_opens_the_fold
         batch = await submit(client, jsonl([line(i) for i in range(4)]))
         await served.engine.wait_for_event("add", 4)
     disk = FaultyDisk(dict.fromkeys(range(10_000), code))
-    async with batch_server(tokenizer, root, disk=disk) as (served, client), httpx.AsyncClient(timeout=60) as http:
+    async with batch_server(tokenizer, root, disk=disk) as (served, client):
         assert (await client.completions.create(model=MODEL, prompt="x", max_tokens=1)).choices
-        ready = await http.get(f"{served.url}/ready")
+        ready = await get(served, "/ready")
         assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
         assert errno.errorcode[code] in ready.json()["storage"]
         for refused in (
@@ -134,7 +134,7 @@ async def test_a_start_on_a_disk_that_refuses_it_serves_chats_and_opens_the_fold
             with pytest.raises(openai.InternalServerError) as caught:
                 await refused
             assert caught.value.status_code == 507
-        assert "tidemill_storage_fault 1.0" in (await http.get(f"{served.url}/metrics")).text
+        assert "tidemill_storage_fault 1.0" in (await get(served, "/metrics")).text
         disk.faults = {}
         jobs = served.app.state.batches.jobs
         await eventually(lambda: jobs.storage_fault() is None)

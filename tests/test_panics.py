@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import test_structured
 from batch_tools import FAST, batch_server, check_ended, jsonl, line, submit, until
-from fake_engine import MODEL, FakeEngine, say, serve
+from fake_engine import FakeEngine, say, serve
 from fakes.runner import FakeRunner
 from faulty_runner import FaultyRunner
 from support.http import get, post
@@ -101,12 +100,12 @@ async def test_a_panic_in_an_answer_ends_its_stream(
 
     monkeypatch.setattr(stopping.OutputTextStream, method, panic)
     server = serve(FakeEngine(say(tokenizer, "one two three")), tokenizer)
-    async with server as served, httpx.AsyncClient(base_url=served.url) as client:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
-        text = (await client.post("/v1/chat/completions", json=body)).text
+    async with server as served:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        text = (await post(served, **body)).text
         assert '"error"' in text and "server_error" in text, text
         panicking.clear()
-        assert "[DONE]" in (await client.post("/v1/chat/completions", json=body)).text
+        assert "[DONE]" in (await post(served, **body)).text
     assert SECRET not in caplog.text
 
 
@@ -153,10 +152,10 @@ def test_a_grammar_that_panics_ends_its_request_only(
 async def test_a_step_that_panics_ends_its_requests_and_not_the_engine(tokenizer: Tokenizer) -> None:
     prompt_of_five = lambda _, work: any((each.start, each.end) == (0, 5) for each in work)  # noqa: E731
     runner = FaultyRunner(FakeRunner(block_size=16, vocab_size=VOCAB), prompt_of_five, PanicException)
-    async with serve(make_engine(runner), tokenizer) as served, httpx.AsyncClient(base_url=served.url) as client:
+    async with serve(make_engine(runner), tokenizer) as served:
         for size, status in ((3, 200), (5, 500), (3, 200)):
-            body = {"model": MODEL, "prompt": [7] * size, "max_tokens": 2}
-            assert (await client.post("/v1/completions", json=body, timeout=60)).status_code == status
+            answer = await post(served, "/v1/completions", prompt=[7] * size, max_tokens=2)
+            assert answer.status_code == status
 
 
 def test_a_grammar_whose_compilation_panics_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

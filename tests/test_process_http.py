@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from batch_tools import FAST, check_ended, client_of, eventually, jsonl, line, open_folder, results_of, submit, until
 from fake_engine import Served, serve
 from fixtures import refuse_blocking
+from support.http import get
 from support.lazy import openai
 from test_process import until_idle
 
@@ -101,12 +101,11 @@ async def test_streams_and_a_batch_while_the_engine_dies_four_times(
 ) -> None:
     async with server(tokenizer, tmp_path / "storm", DEATHS) as (served, client):
         assert await everything(client, "fake-model") == calm
-        async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
-            page = (await http.get("/metrics")).text
-            assert 'tidemill_engine_restarts_total{cause="killed"} 3.0' in page
-            assert 'tidemill_engine_restarts_total{cause="hung"} 1.0' in page
-            assert "tidemill_loop_lag_seconds_count" in page
-            assert (await http.get("/ready")).status_code == 200
+        page = (await get(served, "/metrics")).text
+        assert 'tidemill_engine_restarts_total{cause="killed"} 3.0' in page
+        assert 'tidemill_engine_restarts_total{cause="hung"} 1.0' in page
+        assert "tidemill_loop_lag_seconds_count" in page
+        assert (await get(served, "/ready")).status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +164,11 @@ async def test_without_an_engine_the_server_lives_and_is_not_ready(tokenizer: To
     config = EngineConfig(slo="ttft_p99=100ms")
     async with server(tokenizer, tmp_path / "down", "ready:1:2-99", config) as (served, client):
         os.kill(int((tmp_path / "down" / "engine.pid").read_text()), signal.SIGKILL)
-        async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
-            await eventually(lambda: served.engine.state is EngineState.DEGRADED)
-            ready = await http.get("/ready")
-            assert ready.status_code == 503 and "started again" in ready.json()["error"]["message"]
-            assert (await http.get("/health")).status_code == 200
-            assert (await http.get("/metrics")).status_code == 200
+        await eventually(lambda: served.engine.state is EngineState.DEGRADED)
+        ready = await get(served, "/ready")
+        assert ready.status_code == 503 and "started again" in ready.json()["error"]["message"]
+        assert (await get(served, "/health")).status_code == 200
+        assert (await get(served, "/metrics")).status_code == 200
         with pytest.raises(openai.InternalServerError) as refused:
             await client.completions.create(model="fake-model", prompt="hi", max_tokens=1)
         assert refused.value.status_code == 503 and "retry-after" in refused.value.response.headers

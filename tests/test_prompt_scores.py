@@ -12,6 +12,7 @@ import torch
 from driver import Driver, make_request
 from fake_engine import MODEL as FAKE
 from fake_engine import FakeEngine, Served, say, serve
+from support.http import post
 from test_embeddings import CASES, make_driver, texts
 from test_structured_api import MODEL
 from test_structured_api import server as demo_server
@@ -95,8 +96,7 @@ def test_scores_without_best_tokens_and_of_one_token() -> None:
 
 
 async def complete(served: Served, **fields: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=served.url, timeout=120) as client:
-        return await client.post("/v1/completions", json={"model": MODEL, "temperature": 0, **fields})
+    return await post(served, "/v1/completions", **{"model": MODEL, "temperature": 0, **fields})
 
 
 async def whole(served: Served, **fields: Any) -> dict[str, Any]:

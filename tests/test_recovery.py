@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
-import httpx
 import pytest
 from batch_tools import batch_server, check_ended, jsonl, leftovers, line, open_folder, submit, until
 from recording_disk import NO_SPACE, FaultyDisk
+from support.http import get
 from test_journal import sql
 
 from engine.text.tokenizer import Tokenizer
@@ -194,11 +194,11 @@ async def test_an_older_database_goes_on_with_its_own_and_keeps_the_rest(tokeniz
         second = await until(client, (await submit(client, jsonl([line(2)]))).id)
     lose(state)
     shutil.copy(backup, state / "tidemill.db")
-    async with batch_server(tokenizer, state) as (served, client), httpx.AsyncClient(timeout=60) as http:
+    async with batch_server(tokenizer, state) as (served, client):
         assert [batch.id async for batch in client.batches.list()] == [first.id]
         await check_ended(client, await client.batches.retrieve(first.id), ["id-1"])
         assert found(state) == {f"files/{second.input_file_id}", f"files/{second.output_file_id}"}
-        ready = (await http.get(f"{served.url}/ready")).json()
+        ready = (await get(served, "/ready")).json()
         assert ready["status"] == "ok" and "2 files" in ready["storage_notice"]
         assert "lost+found/" in ready["storage_notice"] and str(state) not in ready["storage_notice"]
     for path in (state / "lost+found").glob("*/files/*"):  # the command of the message brings it back

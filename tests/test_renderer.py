@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import tokenizer_folders as folders
-from fake_engine import MODEL, FakeEngine, say, serve
+from fake_engine import FakeEngine, say, serve
+from support.http import post
 
 from engine.errors import InvalidRequestError
 from engine.text.renderer import TemplateRenderer, _Process
@@ -94,10 +94,9 @@ def test_an_exploding_template_holds_up_no_other(renderer: TemplateRenderer) -> 
 async def test_a_chat_whose_template_explodes_gets_an_answer(tmp_path: Path) -> None:
     template = "{%- if 'boom' in messages[0].content %}" + DOUBLING + "{%- endif %}" + PLAIN
     tokenizer = Tokenizer.load(folders.byte_level(tmp_path, template))
-    async with serve(FakeEngine(say(tokenizer, "done")), tokenizer) as served, httpx.AsyncClient() as client:
+    async with serve(FakeEngine(say(tokenizer, "done")), tokenizer) as served:
         for content, status in (("hello", 200), ("boom", 400), ("hello", 200)):
-            body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
-            answer = await client.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
+            answer = await post(served, messages=[{"role": "user", "content": content}])
             assert answer.status_code == status, answer.text
         assert "memory" not in answer.text
 

@@ -21,6 +21,7 @@ from batch_tools import batch_server
 from driver import until
 from fake_engine import MODEL, Served
 from fixtures import StartServer
+from support.http import send
 
 from engine.api import FinishReason
 from engine.errors import ConfigError
@@ -137,8 +138,7 @@ async def test_a_base_url_without_the_version_names_the_path(start_server: Start
 
 async def test_an_unknown_model_is_answered_with_those_that_are_served(start_server: StartServer) -> None:
     served = await start_server(served_model_name=("one", "two"))
-    async with httpx.AsyncClient(timeout=60, base_url=served.url) as client:
-        answer = await client.post("/v1/completions", json={"model": "gpt-4o", "prompt": "x"})
+    answer = await send(served, "POST", "/v1/completions", json={"model": "gpt-4o", "prompt": "x"})
     assert answer.status_code == 404 and answer.json()["error"]["message"].endswith("which serves one, two.")
 
 

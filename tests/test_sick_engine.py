@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from batch_tools import FAST, client_of, eventually, jsonl, line, open_folder, submit, until
 from fake_engine import MODEL, serve
 from fakes.runner import FakeRunner
 from faulty_runner import FaultyRunner
 from fixtures import StartServer
+from support.http import get
 from support.lazy import openai
 
 from engine.client import EngineInfo
@@ -36,12 +36,12 @@ async def test_no_line_of_two_thousand_fails_for_a_sick_engine(tokenizer: Tokeni
     runner = FaultyRunner(FakeRunner(block_size=16, vocab_size=VOCAB), lambda *_: broken)
     folder = await open_folder(tmp_path)
     server = serve(make_engine(runner), tokenizer, None, folder=folder, batch_limits=FAST)  # type: ignore[arg-type]
-    async with server as served, client_of(served, timeout=120) as api, httpx.AsyncClient() as http:
-        assert (await http.get(f"{served.url}/ready")).status_code == 200
+    async with server as served, client_of(served, timeout=120) as api:
+        assert (await get(served, "/ready")).status_code == 200
         broken = True
         batch = await submit(api, jsonl(line(i, prompt=[1 + i % 300, i // 300], max_tokens=1) for i in range(LINES)))
         await eventually(lambda: len(runner.failures) >= 4)
-        ready = await http.get(f"{served.url}/ready")
+        ready = await get(served, "/ready")
         assert ready.status_code == 503 and "every model step has failed" in ready.json()["error"]["message"]
         with pytest.raises(openai.InternalServerError) as refused:
             await api.completions.create(model=MODEL, prompt="hi", max_tokens=1)
@@ -53,7 +53,7 @@ async def test_no_line_of_two_thousand_fails_for_a_sick_engine(tokenizer: Tokeni
         ended = await until(api, batch.id)
         assert (ended.status, ended.error_file_id) == ("completed", None)
         assert (ended.request_counts.completed, ended.request_counts.failed) == (LINES, 0)
-        assert (await http.get(f"{served.url}/ready")).status_code == 200
+        assert (await get(served, "/ready")).status_code == 200
 
 
 async def test_a_request_that_failed_by_itself_is_not_tried_again(start_server: StartServer) -> None:

@@ -4,13 +4,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fakes.speculation import Oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz import fuzz
-from support.http import prompt_of
+from support.http import post, prompt_of
 from support.lazy import openai
 from test_structured import EOS, ask, make_driver, tokenizer
 from test_tools import TEMPLATE, TOOLS, client_of, scripted
@@ -201,12 +200,10 @@ async def test_usage_counts_thoughts_and_the_budget_reaches_the_engine(tmp_path:
 
 async def test_a_budget_is_that_of_the_request_alone(tmp_path: Path) -> None:
     async with scripted(tmp_path, "Yes", THINKS) as served:
-        async with httpx.AsyncClient(base_url=served.url) as client:
-            for fields in ({}, {"thinking_token_budget": 5}):
-                for tier in ("flex", "default"):
-                    asked = ask_http(tools=[], service_tier=tier, **fields)
-                    answer = await client.post("/v1/chat/completions", json=asked)
-                    assert answer.status_code == 200, answer.text
+        for fields in ({}, {"thinking_token_budget": 5}):
+            for tier in ("flex", "default"):
+                answer = await post(served, **ask_http(tools=[], service_tier=tier, **fields))
+                assert answer.status_code == 200, answer.text
         budgets = [request.sampling.thinking for request in served.engine.requests]
         assert [each and each.tokens for each in budgets] == [None, None, 5, 5]
         assert all(each.begun for each in budgets if each is not None)

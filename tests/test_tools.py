@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import jsonschema_rs
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from fixtures import refuse_blocking
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz import fuzz
-from support.http import prompt_of
+from support.http import post, prompt_of
 from support.lazy import openai
 from support.tables import for_each
 
@@ -582,8 +581,8 @@ async def test_calls_as_the_official_client_sees_them(tmp_path: Path) -> None:
 
 async def test_the_deltas_of_a_stream(tmp_path: Path) -> None:
     """An index always, id and name once; no chunk without anything in it."""
-    async with scripted(tmp_path, TWO) as served, httpx.AsyncClient(base_url=served.url) as client:
-        answer = await client.post("/v1/chat/completions", json=ask(stream=True))
+    async with scripted(tmp_path, TWO) as served:
+        answer = await post(served, **ask(stream=True))
     chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0]["role"] == "assistant"
