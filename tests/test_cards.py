@@ -50,6 +50,10 @@ def checkpoint(folder: Path, shape: str, packing: dict[str, Any] | None) -> Path
     return folder
 
 
+def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class Meta:
     """Tensors without content, stored as in the checkpoint of a plan."""
 
@@ -60,25 +64,26 @@ class Meta:
         return True
 
     def fetch(self, _name: str, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        return meta(shape, torch.bfloat16)
 
     def fetch_bytes(self, name: str, shape: tuple[int, int]) -> StoredWeight | None:
         if self._packing is None or "embed" in name or "lm_head" in name:
             return None
-        (n, k), empty = shape, lambda size, kind: torch.empty(size, dtype=kind, device="meta")
+        n, k = shape
         if self._packing.nibbles:
-            scales, zeros = empty((n, k // 128), torch.bfloat16), empty((n, k // 128), torch.uint8)
-            return PackedWeight(empty((n, k // 2), torch.uint8), scales, zeros, torch.bfloat16)
-        scales = empty((n // 128, k // 128), torch.float32)
-        return BlockWeight.of(empty(shape, torch.float8_e4m3fn), scales, (128, 128), torch.bfloat16)
+            scales, zeros = meta((n, k // 128), torch.bfloat16), meta((n, k // 128), torch.uint8)
+            return PackedWeight(meta((n, k // 2), torch.uint8), scales, zeros, torch.bfloat16)
+        scales = meta((n // 128, k // 128), torch.float32)
+        return BlockWeight.of(meta(shape, torch.float8_e4m3fn), scales, (128, 128), torch.bfloat16)
 
 
 def held_bytes(plan: LaunchPlan, spec: ModelSpec) -> int:
     """Return the bytes of the weights that are built; a plan of 8-bit floats rounds them again."""
     sizes: list[int] = []
 
-    def make(weight: Tensor | StoredWeight, _bias: Tensor | None = None, **_gated: bool) -> Any:
-        tensors = [each for each in (weight if isinstance(weight, tuple) else (weight,)) if isinstance(each, Tensor)]
+    def make(weight: Tensor | StoredWeight, bias: Tensor | None = None, **_gated: bool) -> Any:
+        parts = (*(weight if isinstance(weight, tuple) else (weight,)), bias)
+        tensors = [each for each in parts if isinstance(each, Tensor)]
         rounds = plan.quantization == FLOAT8
         sizes.append(sum(each.numel() + 8 * len(each) if rounds else each.nbytes for each in tensors))
         return weight
