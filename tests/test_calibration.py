@@ -27,7 +27,7 @@ from engine.profiling.calibration import (
     measure_cache_costs,
     measure_profile,
 )
-from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 from predictor.model import LatencyModel
 from predictor.profile import NOT_MEASURED, CacheCosts, Profile, ProfileError, ProfileKey, affine
 
@@ -71,6 +71,35 @@ def test_a_sweep_finds_what_adapters_cost() -> None:
     assert seen == {0, 1, 2, 3}
     assert model.adapters == pytest.approx(0.003, rel=0.05) and model.adapted_tokens == pytest.approx(5e-5, rel=0.1)
     assert measure_profile(TimedRunner(), LIMITS, 50, KEY, seconds=0.5).model.adapters == 0.0
+
+
+class OverlappingRunner(TimedRunner):
+    """A device whose steps run while the host launches the next one, on a clock of their own."""
+
+    HOST = 0.003
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = self._free = self._last_end = 0.0
+
+    def launch(self, output: SchedulerOutput) -> Collect:
+        began, self._now = self._now, self._now + self.HOST
+        result = self._execute(output)
+        self._free = end = max(self._now, self._free) + result.latency
+
+        def collect() -> ModelRunnerOutput:
+            self._now = max(self._now, end)
+            latency, self._last_end = end - max(began, self._last_end), end
+            return replace(result, latency=latency)
+
+        return collect
+
+
+def test_steps_of_a_device_that_takes_them_ahead_are_timed_behind_one_another() -> None:
+    decode = StepShape(4, 200).features()
+    for ahead, host in ((True, 0.0), (False, OverlappingRunner.HOST)):
+        model = measure_profile(OverlappingRunner(), LIMITS, 50, KEY, 0.5, ahead=ahead).model
+        assert model.predict(decode) == pytest.approx(TRUTH.predict(decode) + host, rel=0.02)
 
 
 def test_measured_once_then_read(tmp_path: Path) -> None:

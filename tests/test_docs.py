@@ -51,15 +51,16 @@ def test_guides_are_short_and_the_performance_page_has_one_table_for_each_questi
     assert {name: count for name, count in words.items() if count > 800} == {}
     questions = (docs / "benchmarks" / "performance.md").read_text().split("\n## ")[1:]
     tables = [len(re.findall(r"^\|[-:| ]+\|$", question, re.MULTILINE)) for question in questions]
-    assert tables == [1] * 7 + [0]
+    assert len(tables) == 8 and all(1 <= count <= 2 for count in tables[:-1]) and not tables[-1]
 
 
 def test_the_tables_of_the_performance_page_are_those_of_the_result_files() -> None:
     page = result_tables.PAGE.read_text()
     assert result_tables.fill(page) == page, "run `python -m benchmarks results`"
-    names = [name for _, name in result_tables.TABLE.findall(page)]
-    assert sorted(names) == sorted(path.stem for path in result_tables.FOLDER.glob("*.json")) and len(names) <= 7
-    for result in map(result_tables.read, names):
+    names = {name for _, name in result_tables.TABLE.findall(page)}
+    stems = {path.stem for path in result_tables.FOLDER.glob("*.json")}
+    assert stems <= names and names - stems <= {"gpu-1", "gpu-2"}, "those of a run on a GPU may be still to come"
+    for result in map(result_tables.read, stems):
         for row in result["rows"]:
             assert len(row["cells"]) == len(result["columns"]) and row["command"] and row["machine"]
             assert date.fromisoformat(row["date"]) and re.fullmatch(r"[0-9a-f]{8}|", row["commit"])

@@ -223,8 +223,7 @@ def test_swaps_lock_the_host_memory_that_they_need(monkeypatch: pytest.MonkeyPat
     with dry_device() as dry:
         runner = make_runner(load_spec(model_folder("llama-gqa2")), host_units=400)
         host = runner.device.pool.host
-        host._ahead.join()  # type: ignore[union-attr]
-        assert 0 < len(dry.registered) <= 2 * stream.AHEAD < len(host._missing)
+        assert len(host._missing) > 20
         first = 7 * host.per_piece - 3
         blocks = [(kv(2 * place), kv(first + 2 * place, Tier.HOST)) for place in range(20)]
         operations = [CacheOperation(CacheAction.SWAP_OUT, *pair) for pair in blocks]

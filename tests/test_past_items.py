@@ -188,17 +188,22 @@ async def test_an_agent_goes_on_after_its_tools(tmp_path: Path) -> None:
 
 async def test_a_picture_of_the_user_is_refused_until_the_session_goes_on(tmp_path: Path) -> None:
     forms: list[tuple[str, str, Any]] = [
+        ("/v1/chat/completions", "messages", {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}),
+        ("/v1/chat/completions", "messages", {"type": "file", "file": {"file_id": "x"}}),
         ("/v1/chat/completions", "messages", {"type": "image_url", "image_url": {"url": "data:,"}}),
         ("/v1/messages", "messages", PICTURE),
         ("/v1/responses", "input", {"type": "input_image", "image_url": "data:,"}),
     ]
+    said = ["audio is", "files are", *["images are"] * 3]
     async with scripted(tmp_path, "ok") as served:
-        for path, name, part in forms:
+        for (path, name, part), kind in zip(forms, said, strict=True):
             asked = [HI, {"role": "user", "content": [part]}]
             for past, status in ((asked, 400), ([*asked, HI], 200)):
                 answer = await post(served, path, **{name: past}, **({"max_tokens": 9} if name != "input" else {}))
                 assert answer.status_code == status, (past, answer.text)
-            assert "[an image, which this model cannot see]" in prompt_of(served)
+                words = f"this server runs the text part of fake-model; {kind} not read"
+                assert status == 200 or words in answer.json()["error"]["message"]
+        assert "[an image, which this model cannot see]" in prompt_of(served)
 
 
 WRITTEN: list[tuple[Any, str]] = [

@@ -1,6 +1,8 @@
 """Faults of the host tier on the real runner: a copy that fails half-way, and NaN in restored units."""
 
 import functools
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,10 +84,11 @@ def test_a_copy_that_fails_half_way_costs_its_step_alone(
 
 def pieces_of(monkeypatch: pytest.MonkeyPatch, refused: int = 99) -> tuple[HostUnits, list[tuple[int, ...]]]:
     """Host memory for a GPU: 22 units of 2 KiB in six pieces, and calls that lock (3) and unlock (1) pieces, of which
-    the driver refuses the last from number `refused` on."""
+    the driver refuses the last from number `refused` on. Only its thread locks: no launch waits for all pieces."""
     calls: list[tuple[int, ...]] = []
 
     def register(*call: int) -> int:
+        assert threading.current_thread().name == "tidemill-page-lock"
         calls.append(call)
         return int(len(calls) > refused)
 
@@ -94,18 +97,25 @@ def pieces_of(monkeypatch: pytest.MonkeyPatch, refused: int = 99) -> tuple[HostU
     monkeypatch.setattr(stream, "LOCKED_BYTES", 5000)
     memory = HostUnits(22, 1024, torch.bfloat16, torch.device("cuda"))
     assert memory.per_piece == 4, "whole pages"
-    memory._ahead.join()  # type: ignore[union-attr]
     return memory, calls
+
+
+def settled(memory: HostUnits) -> HostUnits:
+    """Return the memory when its thread has ended."""
+    assert memory._thread is not None
+    memory._thread.join()
+    return memory
 
 
 def test_host_memory_is_locked_in_pieces_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, calls = pieces_of(monkeypatch)
     begin = memory.units.data_ptr()
-    assert begin % 4096 == 0 and calls == [(begin + piece * 8192, 8192, 0) for piece in range(4)], "not all of it"
-    memory.lock(np.array([3, 21]))
-    assert calls[4:] == [(begin + 5 * 8192, 4096, 0)], "the blocks of a copy, at once"
+    assert begin % 4096 == 0 and not calls
+    memory.lock_all()
+    settled(memory)
+    assert calls == [(begin + at * 8192, 8192 if at < 5 else 4096, 0) for at in range(6)]
     memory.units[21] = 1.0
-    memory.lock(np.array([17, 21]))
+    memory.lock(5)
     assert len(calls) == 6 and memory.units[21].all() and not memory.units[:21].any()
     part = memory.units[21]
     del memory
@@ -114,13 +124,35 @@ def test_host_memory_is_locked_in_pieces_while_it_lives(monkeypatch: pytest.Monk
     assert sorted(calls[6:]) == [(address,) for address, *_ in sorted(calls[:6])]
 
 
+def test_a_copy_waits_for_its_piece_and_the_one_behind_it_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, calls = pieces_of(monkeypatch)
+    busy, asked, lock = threading.Event(), threading.Event(), stream._lock
+
+    def held(pages: stream.Bytes, device: torch.device) -> bool:
+        busy.set()
+        return asked.wait(60) and lock(pages, device)
+
+    monkeypatch.setattr(stream, "_lock", held)
+    memory.lock_all()
+    busy.wait(60)
+    copying = threading.Thread(target=memory.lock, args=(4,))
+    copying.start()
+    while memory._next != 4:
+        time.sleep(0.001)
+    asked.set()
+    copying.join()
+    begin = settled(memory).units.data_ptr()
+    assert [(address - begin) // 8192 for address, *_ in calls] == [0, 4, 5, 1, 2, 3]
+
+
 def test_host_memory_that_cannot_be_locked_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch, "ones", lambda *_, **__: None)
     memory, calls = pieces_of(monkeypatch, refused=3)
-    memory.units.fill_(1.0)
-    memory.lock(np.arange(22))
+    memory.lock_all()
+    settled(memory).units.fill_(1.0)
+    memory.lock(5)
     assert len(calls) == 4 and memory.units.all(), "not tried again, and the present copy stays"
     assert [record.getMessage() for record in caplog.records] == [
         "cannot page-lock 0.00 of 0.00 GiB of host memory: swaps there are slow; reduce --swap-space"

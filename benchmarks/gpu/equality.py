@@ -1,30 +1,32 @@
-"""The whole engine against transformers, on random models of every family: each token must be the reference's best, up
-to the rounding of the type, given the tokens before it."""
+"""The whole engine against transformers, on random checkpoints of every family: each token must be the reference's
+best, up to the rounding of the type, given the tokens before it."""
 
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.gpu.loop import BLOCK, Loop, make_runner, scheduler_config
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.table import Row
 from engine.api import EngineRequest, SamplingParams
-from engine.execution.cuda.device import CudaDevice
-from engine.execution.runner import Runner
-from engine.limits import SchedulerConfig
-from engine.models.spec import ModelSpec, spec_from_config
-from engine.models.weights import TensorSource, build_weights
+from engine.models.checkpoint import load_weights
+from engine.models.spec import load_spec
 
 _VOCAB = 1000
 _COMMON: dict[str, Any] = {
     "vocab_size": _VOCAB, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+_EXPERTS = {"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 256, "num_experts_per_tok": 2}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-MoE": ("Qwen3MoeConfig", _EXPERTS | {"num_experts": 8, "moe_intermediate_size": 256}),
+    "gpt-oss": ("GptOssConfig", _EXPERTS | {"num_local_experts": 8, "sliding_window": 128}),
+    "Mixtral": ("MixtralConfig", _EXPERTS | {"num_local_experts": 8}),
     "Llama": ("LlamaConfig", {"num_key_value_heads": 2, "intermediate_size": 512}),
     "Qwen2, group of 7": (
         "Qwen2Config",
@@ -38,46 +40,24 @@ _SLACK = {torch.bfloat16: 0.15, torch.float16: 0.03, torch.float32: 1e-3}
 """How far below the best logit a token may be; logits have a spread of about one."""
 
 
-MakeRunner = Callable[[Setup, ModelSpec, TensorSource, SchedulerConfig], Runner[CudaDevice]]
-
-
-class _StateDict:
-    """A transformers model's tensors as a TensorSource."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def has(self, name: str, /) -> bool:
-        return name in self._tensors
-
-    def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._tensors[name]
-        assert tensor.shape == shape, f"{name}: {tensor.shape}, not {shape}"
-        return tensor
-
-    def fetch_bytes(self, _name: str, _shape: tuple[int, int]) -> None:
-        return None
-
-
 def check_equality(setup: Setup) -> Iterator[Row]:
+    """Compare in the type that serves, then in float32."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    for dtype in (torch.float32, setup.dtype)[: setup.size(2, 1)]:
+    for dtype in (setup.dtype, torch.float32)[: setup.size(2, 1)]:
         for name in list(_MODELS)[: setup.size(len(_MODELS), 2)]:
             yield compare(replace(setup, dtype=dtype), name)
 
 
-def whole(setup: Setup, spec: ModelSpec, source: TensorSource, config: SchedulerConfig) -> Runner[CudaDevice]:
-    """All of the model on one device."""
-    return make_runner(setup, spec, build_weights(spec, source), config)
-
-
-def compare(setup: Setup, name: str, make: MakeRunner = whole, how: str = "") -> Row:
+def compare(setup: Setup, name: str) -> Row:
     """Requests with shared prefixes in a pool that is too small for all requests; random weights from one seed."""
     model = _reference(setup, name)
-    config = scheduler_config(8, 64, setup.size(512, 96), setup.size(60, 12))
-    spec = spec_from_config({**model.config.to_dict(), "architectures": [type(model).__name__]})
-    with torch.inference_mode():
-        runner = make(setup, spec, _StateDict(model.state_dict()), config)
+    config, kind = scheduler_config(8, 64, setup.size(512, 96), setup.size(60, 12)), str(setup.dtype)[6:]
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        model.save_pretrained(folder)
+        spec = load_spec(Path(folder))
+        runner = make_runner(
+            setup, spec, load_weights(spec, Path(folder), dtype=kind, device=setup.device), config
+        )  # fmt: skip
     loop = Loop(runner, config)
     requests = _requests(setup)
     loop.run(requests)
@@ -86,10 +66,8 @@ def compare(setup: Setup, name: str, make: MakeRunner = whole, how: str = "") ->
         below = _below_best(model, request.prompt_token_ids, loop.tokens[request.request_id])
         worst, best, count = max(worst, max(below)), best + below.count(0.0), count + len(below)
     note = f"{best} of {count} tokens are the best; {sum(loop.core.state.counters.preemptions.values())} preemptions"
-    kind = str(setup.dtype).removeprefix("torch.")
-    return Row(
-        f"engine against transformers, {name}, {kind}{how}", "below", worst, _SLACK[setup.dtype], None, "", True, note
-    )
+    title = f"engine against transformers, {name}, {kind}"
+    return Row(title, "below", worst, _SLACK[setup.dtype], None, "", True, note)
 
 
 def _reference(setup: Setup, name: str) -> Any:

@@ -34,11 +34,28 @@ SHAPES: dict[str, dict[str, object]] = {
         "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936, "max_position_embeddings": 16384,
         "rope_theta": 1e6, "tie_word_embeddings": True,
     },
+    "Qwen3-30B-A3B": _QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 16384, "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0, "attention_bias": True, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "vocab_size": 201088,
+        "max_position_embeddings": 16384, "rope_theta": 150000.0, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 _TINY = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 512,
+    "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 512, "num_experts": 4,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
 
 
@@ -53,9 +70,15 @@ class Setup:
     def size(self, full: int, tiny: int) -> int:
         return tiny if self.tiny else full
 
+    def config(self, name: str) -> dict[str, object]:
+        """Return the configuration of a shape; if tiny, of two small layers of it."""
+        config = SHAPES[name] | {"eos_token_id": None, "torch_dtype": "bfloat16"}
+        kinds = {"layer_types": kinds[:2]} if isinstance(kinds := config.get("layer_types"), list) else {}
+        return config | _TINY | kinds if self.tiny else config
+
     def spec(self, name: str) -> ModelSpec:
-        """A model's shape by name; two small layers of it if tiny."""
-        return spec_from_config(SHAPES[name] | (_TINY if self.tiny else {}) | {"eos_token_id": None})
+        """Return the model of a shape, without end tokens."""
+        return spec_from_config(self.config(name))
 
     def weights(self, spec: ModelSpec) -> ModelWeights:
         """Random weights."""

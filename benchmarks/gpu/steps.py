@@ -21,22 +21,29 @@ from engine.execution.runner import Runner
 from engine.models.spec import ModelSpec
 from engine.scheduling.output import Chunk, NewRequest, SchedulerOutput
 
-_OF_STEP, _OF_PREFILL = 0.8, 0.742
+OF_STEP, OF_PREFILL = 0.8, 0.742
 """What steps should reach of their floor: 4.4, 9.4 and 6.9 ms, and 42 k tok/s, on an H200."""
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+RUN = 64
+"""Positions by which a decode moves on while its step is timed, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Decodes at a context (the new token counted), and one prefill chunk of a fresh prompt (0: none)."""
+    """Decodes from a context on (the new token counted), and one prefill chunk of a fresh prompt (0: none)."""
 
     decodes: int
     context: int
     chunk: int = 0
 
     @property
+    def length(self) -> int:
+        """Return the longest context."""
+        return max(self.context + RUN, self.chunk)
+
+    @property
     def num_blocks(self) -> int:
-        return self.decodes * -(-self.context // BLOCK) + -(-self.chunk // BLOCK)
+        return self.decodes * -(-(self.context + RUN) // BLOCK) + -(-self.chunk // BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +77,31 @@ class LastStep:
 def time_shape(
     setup: Setup, runner: Runner[CudaDevice], shape: Shape, steps: int, operations: tuple[CacheOperation, ...] = ()
 ) -> Timing:
-    """Medians over `steps` runs of one step, each launched before the one before it has ended; with `operations` in
-    each run (on units behind the shape's own)."""
+    """Medians over `steps` steps, each launched before the one before it has ended, as a server does: each decode is
+    one position behind the one before, of the token sampled there. `operations` (on units behind the shape's own) are
+    in each step."""
+    assert steps + 2 <= RUN, "the contexts have no room for so many steps"
     chunks, new_requests = [], []
     units = count()
     spans = [(shape.context - 1, 1)] * shape.decodes + ([(0, shape.chunk)] if shape.chunk else [])
     for row, (start, length) in enumerate(spans):
-        blocks = -(-(start + length) // BLOCK)
+        blocks = -(-(start + length + (RUN if start else 0)) // BLOCK)
         entries = tuple(CacheEntry(CacheKind.KV, Tier.DEVICE, (next(units), next(units))) for _ in range(blocks))
         tokens = tuple((row * 7919 + index * 31) % 100 for index in range(start + length))
         new_requests.append(NewRequest(row, f"step-{row}", tokens, len(tokens), _GREEDY, entries))
         chunks.append(Chunk(row, start, length, True))
     last = LastStep(runner.device)
+
+    def output(number: int) -> SchedulerOutput:
+        moved = [each._replace(start=each.start + number) if each.start else each for each in chunks]
+        return SchedulerOutput(number, tuple(moved), operations=operations)
+
     runner.launch(SchedulerOutput(0, tuple(chunks), tuple(new_requests)))()
-    output = SchedulerOutput(1, tuple(chunks), operations=operations)
-    ends, launches, before = [], [], runner.launch(output)
-    for _ in range(steps):
+    ends, launches, before = [], [], runner.launch(output(1))
+    for number in range(2, steps + 2):
+        step = output(number)
         began = time.perf_counter()
-        after = runner.launch(output)
+        after = runner.launch(step)
         launches.append(time.perf_counter() - began)
         before()
         ends.append(time.perf_counter())
@@ -95,19 +109,25 @@ def time_shape(
     before()
     gaps = [after - before for before, after in pairwise(ends)]
     device = setup.seconds(last.repeat, repeats=steps, rounds=1)
-    runner.launch(SchedulerOutput(2, (), released_rows=tuple(range(len(spans)))))()
+    runner.launch(SchedulerOutput(steps + 2, (), released_rows=tuple(range(len(spans)))))()
     return Timing(statistics.median(gaps), device, statistics.median(launches))
 
 
-def floor_of(spec: ModelSpec, shape: Shape, limits: Limits, itemsize: int) -> float:
-    """Seconds: weights read once or GEMMs computed, and the cache read; activations are not counted."""
-    matrices = spec.num_parameters - (0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size)
-    body = matrices - spec.vocab_size * spec.hidden_size
+def floor_of(spec: ModelSpec, shape: Shape, limits: Limits, itemsize: int, body_itemsize: float = 0.0) -> float:
+    """Seconds: weights read once or GEMMs computed, and the cache read; activations are not counted. Of experts those
+    are read that random tokens need. `body_itemsize`: of the weights beside embedding and head, if it differs."""
+    head = spec.vocab_size * spec.hidden_size
+    body = spec.num_parameters - (head if spec.tie_word_embeddings else 2 * head)
     tokens, samples = shape.decodes + shape.chunk, shape.decodes + bool(shape.chunk)
-    flops = 2 * (body * tokens + spec.vocab_size * spec.hidden_size * samples)
+    read, used = float(body), float(body)
+    if (sizes := spec.experts) is not None:
+        all_experts = 3 * spec.num_layers * sizes.total * sizes.width * spec.hidden_size
+        read -= all_experts * (1 - sizes.per_token / sizes.total) ** tokens
+        used -= all_experts * (1 - sizes.per_token / sizes.total)
+    flops = 2 * (used * tokens + head * samples)
     flops += 2 * spec.num_layers * spec.q_size * shape.chunk**2  # causal: half of 4 * chunk²
     cached = shape.decodes * shape.context * spec.kv_bytes_per_token(itemsize)
-    return limits.step_seconds(matrices * itemsize, flops, cached)
+    return limits.step_seconds(read * (body_itemsize or itemsize) + head * itemsize, flops, cached)
 
 
 def _shapes(setup: Setup) -> tuple[Shape, Shape, Shape, Shape, Shape, Shape]:
@@ -129,7 +149,7 @@ def check_steps(setup: Setup) -> Iterator[Row]:
     setup.release()
     spec = setup.spec("8B")
     one, long, wide, many, mixed, prefill = shapes = _shapes(setup)
-    context = max(max(shape.context, shape.chunk) for shape in shapes) + 1
+    context = max(shape.length for shape in shapes)
     blocks = max(shape.num_blocks for shape in shapes)
     config = scheduler_config(many.decodes, prefill.chunk, context, blocks)
     runner = make_runner(setup, spec, setup.weights(spec), config)
@@ -140,19 +160,19 @@ def check_steps(setup: Setup) -> Iterator[Row]:
         timing = time_shape(setup, runner, shape, runs)
         floor = floor_of(spec, shape, limits, setup.dtype.itemsize) * 1e3
         name = f"8B decode step, B{shape.decodes} c{shape.context}"
-        yield Row(name, "ms", timing.step * 1e3, floor / _OF_STEP, floor, anchor, True, _note(timing))
+        yield Row(name, "ms", timing.step * 1e3, floor / OF_STEP, floor, anchor, True, note_of(timing))
         if shape is long:
             gap = (timing.step - timing.device) * 1e3
             yield Row(
-                f"host gap per step at {shape.decodes}", "ms", gap, 0.2, None, "0.31 (SGLang)", True, _note(timing)
+                f"host gap per step at {shape.decodes}", "ms", gap, 0.2, None, "0.31 (SGLang)", True, note_of(timing)
             )
     timing = time_shape(setup, runner, many, runs)
     name, gap = f"host gap per step at {many.decodes}", (timing.step - timing.device) * 1e3
-    yield Row(name, "ms", gap, 0.5, None, "", True, _note(timing))
+    yield Row(name, "ms", gap, 0.5, None, "", True, note_of(timing))
     timing = time_shape(setup, runner, mixed, runs)
     ratio = timing.step / floor_of(spec, mixed, limits, setup.dtype.itemsize)
     name = f"mixed step, {mixed.chunk} + {mixed.decodes} decodes, over its floor"
-    yield Row(name, "x", ratio, 1.15, 1.0, "peers run it eager", True, _note(timing))
+    yield Row(name, "x", ratio, 1.15, 1.0, "peers run it eager", True, note_of(timing))
     timing = time_shape(setup, runner, prefill, setup.size(5, 2))
     floor = prefill.chunk / floor_of(spec, prefill, limits, setup.dtype.itemsize) / 1e3
     name = f"8B prefill, chunk of {prefill.chunk}"
@@ -160,21 +180,21 @@ def check_steps(setup: Setup) -> Iterator[Row]:
         name,
         "k tok/s",
         prefill.chunk / timing.step / 1e3,
-        _OF_PREFILL * floor,
+        OF_PREFILL * floor,
         floor,
         "43.9 (SGLang)",
-        note=_note(timing),
+        note=note_of(timing),
     )
 
 
 def _small_model(setup: Setup, limits: Limits) -> Iterator[Row]:
     spec, shape = setup.spec("Qwen2.5-0.5B"), Shape(1, setup.size(512, 20))
-    config = scheduler_config(setup.size(8, 2), setup.size(512, 32), shape.context + 1, shape.num_blocks)
+    config = scheduler_config(setup.size(8, 2), setup.size(512, 32), shape.length, shape.num_blocks)
     runner = make_runner(setup, spec, setup.weights(spec), config)
     timing = time_shape(setup, runner, shape, setup.size(50, 2))
     floor = floor_of(spec, shape, limits, setup.dtype.itemsize) * 1e3
-    yield Row("Qwen2.5-0.5B step, B1", "ms", timing.step * 1e3, 0.8, floor, "~4 (vLLM, A100)", True, _note(timing))
+    yield Row("Qwen2.5-0.5B step, B1", "ms", timing.step * 1e3, 0.8, floor, "~4 (vLLM, A100)", True, note_of(timing))
 
 
-def _note(timing: Timing) -> str:
+def note_of(timing: Timing) -> str:
     return f"device {timing.device * 1e3:.3g} ms, launch {timing.launch * 1e3:.2g} ms"

@@ -27,7 +27,7 @@ def check_swap(setup: Setup) -> Iterator[Row]:
     spec = setup.spec("8B")  # a unit of 16 tokens takes 1 MiB
     blocks, few = setup.size(256, 4), setup.size(8, 1)
     shape = Shape(setup.size(64, 3), setup.size(2048, 40))
-    config = scheduler_config(shape.decodes, setup.size(512, 32), shape.context + 1, shape.num_blocks + blocks)
+    config = scheduler_config(shape.decodes, setup.size(512, 32), shape.length, shape.num_blocks + blocks)
     runner = make_runner(setup, spec, setup.weights(spec), config, host_units=2 * blocks)
     first = 2 * shape.num_blocks
     unit_bytes = spec.kv_bytes_per_token(setup.dtype.itemsize) * config.block_size / 2

@@ -1,8 +1,9 @@
 """The rows of the check and how they are shown."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,29 @@ def render(rows: Iterable[Row]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(5)]
     cells = [[line[column].ljust(widths[column]) for column in range(5)] + [line[5]] for line in lines]
     return "\n".join("  ".join(line).rstrip() for line in cells)
+
+
+ALONE, RATE_UNIT = "offline work alone", "offline tok/s"
+"""Arm that is the limit of all arms in this unit."""
+
+
+def result_of(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
+    """Return rows as a result file of `benchmarks.result_tables`."""
+    titles = {"": "left", "measured": "right", "target": "right", "limit": "right", "note": "left"}
+    alone = next((row.measured for row in rows if row.metric == ALONE), None)
+    source = {
+        "command": "make gpu-check ARGS=--ordered",
+        "commit": "",
+        "machine": about["device"],
+        "date": about["date"],
+    }
+    lines = []
+    for row in rows:
+        value = "failed" if row.measured is None else f"{_short(row.measured)} {row.unit}".strip()
+        limit = alone if row.unit == RATE_UNIT else row.floor
+        limits = ("–" if each is None else _short(each) for each in (row.target, limit))
+        lines.append({**source, "cells": [row.metric, value, *limits, row.note.replace("|", "/")]})
+    return {"columns": [{"title": name, "align": side} for name, side in titles.items()], "rows": lines}
 
 
 def _short(value: float) -> str:

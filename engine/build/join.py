@@ -7,6 +7,7 @@ Settings of a checkpoint besides its model: sampling defaults for fields that a 
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -194,7 +195,9 @@ def _join(config: EngineConfig, plan: LaunchPlan, runner: Runner[Any], say: Call
         len(plan.adapters),
         partial(runner.can_enforce, INSIDE_STRING),
         partial(backend.busy_share, plan),
+        ahead=scheduler.pipeline_depth > 0 and scheduler.ahead_seconds == math.inf,
     )
+    runner.device.pool.host.lock_all()  # after the sweep, because steps cannot launch while the driver locks
     drafts = Speculation(penalties=plan.device == "cpu") if drafts_tokens(config, plan) else None
     folder, on_cpu = profile_folder(config), plan.device == "cpu"
     core, colocation, tuner = make_controller(config, scheduler, profile, slo, folder, say, drafts, on_cpu=on_cpu)

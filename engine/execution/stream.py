@@ -15,7 +15,6 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Protocol
@@ -25,7 +24,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.arrays import IntArray
 from engine.errors import first_line
 from engine.machine.facts import read_processor
 from engine.triton_kernels import configs
@@ -36,8 +34,6 @@ log = logging.getLogger("tidemill.engine")
 
 LOCKED_BYTES = 64 * 2**20
 """Least size of a piece of host memory that is page-locked at once, which takes about 20 ms."""
-AHEAD = 4
-"""Pieces that are page-locked in the background behind the last one in use."""
 
 _PAGE = 4096
 _HUGE = 2 * 2**20
@@ -118,11 +114,11 @@ def _lock(pages: Bytes, device: torch.device) -> bool:
 
 
 class HostUnits:
-    """Zeros [count, elements] on the host. For a CUDA device, pieces are page-locked on demand.
+    """Zeros [count, elements] on the host. For a CUDA device, pieces are page-locked by a thread.
 
-    Locking commits memory, about 0.3 s per GiB. Therefore `lock` locks the pieces that a copy needs, and a thread the
-    next AHEAD ones, so that a start and a restart take no time for memory that may never be used. If the driver
-    refuses, the rest stays unlocked: copies are then slower, and the host waits for them.
+    Locking commits memory, about 0.3 s per GiB: neither a start nor a step waits for all of it. A copy waits for the
+    piece that it needs, and the thread locks the piece behind that one meanwhile. If the driver refuses, the rest stays
+    unlocked: copies are then slower, and the host waits for them.
 
     Attributes:
         units: [count, elements].
@@ -136,39 +132,50 @@ class HostUnits:
         self._pages, self._size, self._device = _pages(count * size), size, device
         self.units = torch.from_numpy(self._pages).view(dtype).view(count, elements)
         self._missing = set(range(-(-count // self.per_piece))) if configs.is_cuda(device) else set[int]()
-        self._guard = threading.Lock()
-        self._ahead: threading.Thread | None = None
-        self._lock_ahead(0)
+        self._next = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
 
-    def lock(self, units: IntArray) -> None:
-        """Page-lock the pieces of the units [n]. Call it before their first copy."""
-        if self._missing:
-            pieces = np.unique(units // self.per_piece).tolist()
-            self._lock_pieces(pieces)
-            self._lock_ahead(pieces[-1] + 1)
+    def lock(self, piece: int) -> None:
+        """Wait until a piece is page-locked; the thread takes it next. Call it before the first copy of its units."""
+        if piece not in self._missing:
+            return
+        if self._thread is None:
+            self._lock_piece(piece)
+            return
+        with self._changed:
+            self._next = piece
+            self._changed.wait_for(lambda: piece not in self._missing)
 
-    def _lock_ahead(self, first: int) -> None:
-        wanted = [piece for piece in range(first, first + AHEAD) if piece in self._missing]
-        if wanted and (self._ahead is None or not self._ahead.is_alive()):
-            name = "tidemill-page-lock"
-            self._ahead = threading.Thread(target=self._lock_pieces, args=(wanted,), name=name, daemon=True)
-            self._ahead.start()
+    def lock_all(self) -> None:
+        """Begin to page-lock all pieces; return at once. Before this call, each caller of `lock` locks its own."""
+        if self._missing and self._thread is None:
+            self._thread = threading.Thread(target=self._lock_missing, name="tidemill-page-lock", daemon=True)
+            self._thread.start()
 
-    def _lock_pieces(self, pieces: Sequence[int]) -> None:
+    def _lock_missing(self) -> None:
+        while self._missing:
+            with self._changed:
+                piece = min(self._missing, key=lambda each: (each < self._next, each))
+                self._next = piece + 1
+            self._lock_piece(piece)
+
+    def _lock_piece(self, piece: int) -> None:
+        """Lock a piece. After a refusal no other piece is tried."""
         size = self.per_piece * self._size
-        for piece in filter(self._missing.__contains__, pieces):
-            with self._guard:
-                if piece not in self._missing:
-                    continue  # by the other thread
-                part = self._pages[piece * size : (piece + 1) * size]
-                part.fill(0)  # commits the pages; the driver would do that while steps cannot launch
-                if _lock(part, self._device):
-                    self._missing.discard(piece)
-                    continue
-                left = sum(self._pages[each * size : (each + 1) * size].nbytes for each in self._missing)
-                self._missing.clear()
-                text = "cannot page-lock %.2f of %.2f GiB of host memory: swaps there are slow; reduce --swap-space"
-                log.warning(text, left / 2**30, self._pages.nbytes / 2**30)
+        part, locked = self._pages[piece * size : (piece + 1) * size], False
+        try:
+            part.fill(0)  # commits the pages; the driver would do that while steps cannot launch
+            locked = _lock(part, self._device)
+        finally:
+            with self._changed:
+                if not locked:
+                    left = sum(self._pages[each * size : (each + 1) * size].nbytes for each in self._missing)
+                    text = "cannot page-lock %.2f of %.2f GiB of host memory: swaps there are slow; reduce --swap-space"
+                    log.warning(text, left / 2**30, self._pages.nbytes / 2**30)
+                    self._missing.clear()
+                self._missing.discard(piece)
+                self._changed.notify_all()
 
 
 _FEW_CORES = 4

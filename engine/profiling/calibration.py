@@ -334,6 +334,16 @@ Measured = tuple[int, float]
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
+def _timed(runner: ModelRunner, output: Callable[[], SchedulerOutput], *, ahead: bool) -> float:
+    """Return the seconds of a step. With `ahead` it is launched while the same step runs before it, as a server does:
+    the device does not wait for the host."""
+    before = runner.launch(output()) if ahead else None
+    collect = runner.launch(output())
+    if before is not None:
+        before()
+    return collect().latency
+
+
 @dataclass(frozen=True, slots=True)
 class CacheTiers:
     """Cache features of a runner beside KV on the device; none by default."""
@@ -348,14 +358,14 @@ KV_ONLY = CacheTiers()
 
 
 def measure_cache_costs(
-    runner: ModelRunner, limits: Limits, tiers: CacheTiers, repeats: int = COST_REPEATS
+    runner: ModelRunner, limits: Limits, tiers: CacheTiers, repeats: int = COST_REPEATS, *, ahead: bool = False
 ) -> CacheCosts:
     """Measure the operations that `tiers` offers and the pool has room for; others stay None. The runner is idle after.
 
     Lower bounds: a swapped unit at `tiers.copy_rate`; at MEMORY_RATE, one read for a token from hidden state, and one
-    read and two writes (K and V) for a restored token.
+    read and two writes (K and V) for a restored token. `ahead`: the device takes steps ahead, see `_timed`.
     """
-    bench = _Bench(runner, limits, repeats)
+    bench = _Bench(runner, limits, repeats, ahead=ahead)
     unit_bytes = max(1, tiers.unit_bytes)
     token_seconds = unit_bytes / limits.block_size / MEMORY_RATE
     run_hidden = restore = swap_out = swap_in = None
@@ -426,8 +436,8 @@ def _shares(blocks: int, longest: int, max_rows: int) -> list[range]:
 class _Bench:
     """Runs the measured steps. Rows from 0 on hold their requests: one, or more if the blocks exceed a context."""
 
-    def __init__(self, runner: ModelRunner, limits: Limits, repeats: int) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, limits: Limits, repeats: int, *, ahead: bool = False) -> None:
+        self._runner, self._ahead = runner, ahead
         self._block_size = limits.block_size
         self._repeats = repeats
         self._step_ids = itertools.count()
@@ -489,11 +499,10 @@ class _Bench:
         chunks = tuple(Chunk(row, length - 1, 1, True) for row, length in enumerate(lengths))
         released = tuple(range(len(rows)))
 
-        def run() -> float:
-            output = SchedulerOutput(next(self._step_ids), chunks, new, (), released, operations=tuple(operations))
-            return self._runner.launch(output)().latency
+        def output() -> SchedulerOutput:
+            return SchedulerOutput(next(self._step_ids), chunks, new, (), released, operations=tuple(operations))
 
-        return run
+        return lambda: _timed(self._runner, output, ahead=self._ahead)
 
 
 def _hidden(units: Sequence[int]) -> tuple[CacheEntry, ...]:
@@ -521,11 +530,11 @@ _LIMITED = replace(DRAWN, grammar=INSIDE_STRING)
 class ShapeRunner:
     """Runs steps of a given shape. A new shape first fills its rows in a step that is not measured.
 
-    `vocab_size` bounds the synthetic token ids. Call `close` before the runner serves requests.
+    `vocab_size` bounds the synthetic token ids. `ahead`: see `_timed`. Call `close` before the runner serves requests.
     """
 
-    def __init__(self, runner: ModelRunner, limits: Limits, vocab_size: int) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, limits: Limits, vocab_size: int, *, ahead: bool = False) -> None:
+        self._runner, self._ahead = runner, ahead
         self._limits = limits
         self._vocab_size = vocab_size
         self._step_ids = itertools.count()
@@ -533,10 +542,11 @@ class ShapeRunner:
         self._chunks: tuple[Chunk, ...] = ()
 
     def measure(self, shape: StepShape) -> float:
-        """Return the seconds of one step of this shape, including input deltas and sampling."""
+        """Return the seconds of one step of this shape, including input deltas and sampling. No server takes a step of
+        requests with grammars ahead."""
         if shape != self._shape:
             self._write(shape)
-        return self._runner.launch(self._step(shape))().latency
+        return _timed(self._runner, lambda: self._step(shape), ahead=self._ahead and not shape.masked)
 
     def close(self) -> None:
         """Release every row."""
@@ -592,13 +602,16 @@ def measure_profile(
     tiers: CacheTiers = KV_ONLY,
     adapters: int = 0,
     masks: bool = False,
+    *,
+    ahead: bool = False,
 ) -> Profile:
     """Measure step times for about `seconds` at most, fit the model, and measure the cache operations of `tiers`.
 
     `progress(shapes, seconds)` is called after every shape. `adapters` is the number of LoRA adapters; `masks` tells
-    whether the runner can enforce INSIDE_STRING. The runner must be idle and is idle afterwards.
+    whether the runner can enforce INSIDE_STRING, `ahead` whether the device takes steps ahead. The runner must be idle
+    and is idle afterwards.
     """
-    shapes = ShapeRunner(runner, limits, vocab_size)
+    shapes = ShapeRunner(runner, limits, vocab_size, ahead=ahead)
     began = time.perf_counter()
     measured: set[StepShape] = set()
 
@@ -620,7 +633,7 @@ def measure_profile(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     error = fitted(train).mape(held_out)
     profile = Profile(key, created, fitted(samples), error, len(samples), sweep=tuple(samples))
-    costs = measure_cache_costs(runner, limits, tiers, COST_REPEATS if seconds > 0 else 1)
+    costs = measure_cache_costs(runner, limits, tiers, COST_REPEATS if seconds > 0 else 1, ahead=ahead)
     return profile.with_cache_costs(costs, tiers.unit_bytes)
 
 
@@ -647,6 +660,8 @@ def load_or_measure(
     adapters: int = 0,
     masks: Callable[[], bool] = lambda: False,
     core_share: Callable[[], float] = lambda: 1.0,
+    *,
+    ahead: bool = False,
 ) -> Profile:
     """Return the profile for `key` in `folder`, measured and stored if it is missing, poor or unusable.
 
@@ -656,6 +671,7 @@ def load_or_measure(
     Args:
         masks: Returns whether the runner can enforce INSIDE_STRING; called before a sweep.
         core_share: Measures the share of their time that busy threads get now, 0 to 1.
+        ahead: The device takes steps ahead.
     """
     try:
         profile = load_profile(folder, key, limits)
@@ -673,16 +689,18 @@ def load_or_measure(
         log.debug("latency profile of %s, %d steps", profile.created_at, profile.num_samples)
         if profile.cache_costs.covers(hidden=tiers.scratch_blocks > 0, host=tiers.host_units > 0):
             return profile
-        costs = measure_cache_costs(runner, limits, tiers).over(profile.cache_costs)
+        costs = measure_cache_costs(runner, limits, tiers, ahead=ahead).over(profile.cache_costs)
         profile = profile.with_cache_costs(costs, tiers.unit_bytes)
         _keep(profile, folder, say)
         return profile
     if seconds <= 0:
         say("step times are estimated from a single step (--profile-seconds 0)")
-        return measure_profile(runner, limits, vocab_size, key, 0.0, tiers=tiers, adapters=adapters)
+        return measure_profile(runner, limits, vocab_size, key, 0.0, tiers=tiers, adapters=adapters, ahead=ahead)
     say(f"measuring step times for at most {seconds:.0f} s (once; the profile is stored in {folder})")
     before = core_share()
-    profile = measure_profile(runner, limits, vocab_size, key, seconds, tiers=tiers, adapters=adapters, masks=masks())
+    profile = measure_profile(
+        runner, limits, vocab_size, key, seconds, tiers=tiers, adapters=adapters, masks=masks(), ahead=ahead
+    )
     profile = replace(profile, core_share=min(before, core_share()))
     say(f"measured {profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}")
     if profile.core_share < QUIET_SHARE:

@@ -28,6 +28,12 @@ _MAX_KIND_CHARS = 64
 _OMITTED = "..."
 
 
+def unread(kind: str) -> str:
+    """Return that parts of a type are not read; empty for parts with a text and for unknown ones."""
+    kinds = {_IMAGE: "images are not read", _SOUND: "audio is not read"}
+    return "files are not read" if kind in _FILES else kinds.get(_FIXED.get(kind, ""), "")
+
+
 def note(part: Any, depth: int = 0) -> str:
     """Return the text of a part or item, or a short text in its place; its type may be unknown."""
     if isinstance(part, str):

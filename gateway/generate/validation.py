@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.errors import InvalidRequestError
+from gateway.generate.history import unread
 from gateway.http.json_text import LIMITS, JsonSize, RoundedNumber, TooMuchJson, check_numbers, load_json
 
 _QUOTED = re.compile("'([^']{1,200})'")
@@ -225,16 +226,20 @@ def parse_json(raw: bytes | bytearray, limits: JsonSize = LIMITS) -> dict[str, A
     return body
 
 
+_CONTENTS = frozenset(("content", "input", "system"))
+"""Fields with the parts of a message."""
+
+
 def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
     """Validate a body. Raises InvalidRequestError with the name of the first invalid parameter, without its value."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
-        raise _refusal(min(details, key=lambda detail: detail["type"] == "missing")) from None
+        details = error.errors(include_url=False)
+        raise _refusal(min(details, key=lambda detail: detail["type"] == "missing"), body.get("model")) from None
 
 
-def _refusal(detail: ErrorDetails) -> InvalidRequestError:
+def _refusal(detail: ErrorDetails, model: object) -> InvalidRequestError:
     kind, param = detail["type"], param_name(detail["loc"])
     if kind == "unknown_name":
         kind, param = "extra_forbidden", param_name((*detail["loc"], detail["ctx"]["name"]))
@@ -245,8 +250,17 @@ def _refusal(detail: ErrorDetails) -> InvalidRequestError:
         message = f"Missing required parameter: '{param}'."
         return InvalidRequestError(message, param=param, code="missing_required_parameter")
     is_type = kind.endswith("_type") or kind in {"int_from_float", "union_tag_invalid"}
-    message = f"Invalid value for '{param}': {detail['msg']}."
+    said = _unread(detail, model) or detail["msg"]
+    message = f"Invalid value for '{param}': {said}."
     return InvalidRequestError(message, param=param, code="invalid_type" if is_type else "invalid_value")
+
+
+def _unread(detail: ErrorDetails, model: object) -> str:
+    """Return that the server does not read a part of a message; empty for other errors."""
+    given = detail["input"]
+    kind = given.get("type") if isinstance(given, dict) else given
+    what = unread(kind) if isinstance(kind, str) and _CONTENTS.intersection(detail["loc"]) else ""
+    return what and f"this server runs the text part of {str(model)[:128]}; {what}"
 
 
 def param_name(loc: Sequence[int | str]) -> str:

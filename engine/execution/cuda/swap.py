@@ -123,12 +123,14 @@ class Swapper:
 
     def _runs(self, units: IntArray) -> Iterator[tuple[int, int, int]]:
         """Yield (first, last, unit) for runs in ascending host units [n]: places [first, last) hold `unit`, `unit + 1`,
-        ... Their memory is page-locked; a run ends where a piece of it does."""
-        self._pool.host.lock(units)
+        ... Their memory is page-locked; a run ends where a piece of it does, and the next piece is locked while the
+        run is copied."""
         cuts = np.flatnonzero((np.diff(units) != 1) | (units[1:] % self._pool.host.per_piece == 0)) + 1
         firsts = [0, *cuts.tolist()]
         lasts = [*firsts[1:], len(units)]
-        yield from zip(firsts, lasts, units[firsts].tolist(), strict=True)
+        for first, last, unit in zip(firsts, lasts, units[firsts].tolist(), strict=True):
+            self._pool.host.lock(unit // self._pool.host.per_piece)
+            yield first, last, unit
 
     def _send(self, pairs: IntArray) -> Tensor:
         return send(pairs.astype(np.int32), self._pool.device)
