@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from engine.models import torch_ops
 from engine.models.compact import Float8Linear, RoundedRows
-from engine.models.experts import mixed, route
+from engine.models.experts import Stack, mixed, route
 from engine.models.linear import Linear
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
@@ -157,11 +157,8 @@ class Decoder:
         sizes = self.spec.experts
         assert sizes is not None and isinstance(x, Tensor), "experts have inputs of the model's type"
         weights, chosen = route(router(x), sizes)
-        up, down = (
-            (weight.view(sizes.total, -1, weight.shape[1]), None if bias is None else bias.view(sizes.total, -1))
-            for weight, bias in (each.dense_from(0) for each in (layer.up, layer.down))
-        )
-        return mixed(x, up, down, self._activation, weights, chosen)
+        up, down = (Stack.of(each, sizes.total) for each in (layer.up, layer.down))
+        return mixed(x, up, down, self._activation, weights, chosen, sizes.total)
 
     def _add_norm(
         self,

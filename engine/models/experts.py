@@ -1,18 +1,20 @@
 """Mixtures of experts. Rows are sorted by expert, so that each expert is computed once for all its rows.
 
-Native families on a GPU use torch's grouped product over the stacked weights (`mixed`). On a CPU the experts of
-transformers modules are replaced (`replace_experts`): each has linear layers of its own, and only those with rows run.
+Native families on a GPU use a grouped product over the stacked weights (`mixed`), of torch or of
+`engine.models.humming`. On a CPU the experts of transformers modules are replaced (`replace_experts`): each has linear
+layers of its own, and only those with rows run.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.models.humming import ExpertsLinear
 from engine.models.linear import Linear, MakeLinear
 from engine.models.spec import ExpertSizes
 
@@ -33,25 +35,49 @@ def route(logits: Tensor, sizes: ExpertSizes) -> tuple[Tensor, Tensor]:
     return weights.to(logits.dtype) if sizes.rounded else weights, chosen
 
 
-Stack = tuple[Tensor, Tensor | None]
-"""Weight [experts, out, in] and bias [experts, out] of a linear layer of all experts."""
+class Stack(NamedTuple):
+    """A linear layer of all experts: (rows [S, in] sorted by expert, ends [experts] of their rows) -> [S, out], and bias
+    [experts, out]."""
+
+    product: Callable[[Tensor, Tensor], Tensor]
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, layer: Linear, experts: int) -> "Stack":
+        """Return the stack of a layer whose outputs are those of all experts."""
+        if isinstance(layer, ExpertsLinear):
+            product, bias = layer.by_expert, layer.bias
+        else:
+            weight, bias = layer.dense_from(0)
+            stacked = weight.view(experts, -1, weight.shape[1]).mT
+            product = partial(_grouped, stacked)
+        return cls(product, None if bias is None else bias.view(experts, -1))
+
+
+def _grouped(stacked: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return functional.grouped_mm(rows, stacked, offs=ends)
 
 
 def mixed(
-    x: Tensor, up: Stack, down: Stack, activation: Callable[[Tensor], Tensor], weights: Tensor, chosen: Tensor
+    x: Tensor,
+    up: Stack,
+    down: Stack,
+    activation: Callable[[Tensor], Tensor],
+    weights: Tensor,
+    chosen: Tensor,
+    experts: int,
 ) -> Tensor:
-    """Return the weighted sum of experts `chosen` [T, k] for x [T, H]; nothing waits for the device.
+    """Return the weighted sum of experts `chosen` [T, k] of all `experts` for x [T, H]; nothing waits for the device.
 
-    up [experts, 2 * width, H], down [experts, H, width]; `activation` of a gate and what it multiplies.
+    up: H -> 2 * width, down: width -> H; `activation` of a gate and what it multiplies.
     """
     order = chosen.flatten().argsort(stable=True)
-    every = torch.arange(len(up[0]), device=x.device)
+    every = torch.arange(experts, device=x.device)
     ends = (chosen.flatten()[:, None] == every).sum(0).cumsum(0, dtype=torch.int32)
     rows = x.index_select(0, order // chosen.shape[1])
 
     def apply(stack: Stack, rows: Tensor) -> Tensor:
-        weight, bias = stack
-        result = functional.grouped_mm(rows, weight.mT, offs=ends)
+        result, bias = stack.product(rows, ends), stack.bias
         return result if bias is None else result + bias.index_select(0, chosen.flatten().index_select(0, order))
 
     return _summed(apply(down, activation(apply(up, rows))), order, weights).to(x.dtype)

@@ -54,12 +54,17 @@ class Packing:
     def nibbles(self) -> bool:
         """Whether layers can compute with the stored 4 bits."""
         groups = self.block[0] == 1 and self.block[1] % MX_GROUP == 0
-        return self.bits == 4 and self.layout != EXPERTS and groups and not self.shuffled
+        return self.bits == 4 and not self.small_floats and groups and not self.shuffled
+
+    @property
+    def small_floats(self) -> bool:
+        """Whether values are 4-bit floats (e2m1), with a scale per output and group of inputs."""
+        return self.layout == EXPERTS
 
     @property
     def computes(self) -> bool:
         """Whether some layers can compute with the stored bits."""
-        return self.integers or self.floats or self.nibbles or self.blocks
+        return self.integers or self.floats or self.nibbles or self.blocks or self.small_floats
 
     def check(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
         """Raise ModelLoadError if layers of these widths cannot be divided into groups or words."""
