@@ -68,10 +68,7 @@ class HummingLayer(nn.Module):
         """The weights [experts, n, k] float32."""
         n, k = self.sides
         words = self.weight.flip(-1)[..., :n, : k * self.bits // 32].contiguous()
-        if self.kind == "float8e4m3":
-            values = words.view(torch.float8_e4m3fn).float()
-        else:
-            values = fields(words, 4).float()
+        values = (words.view(torch.float8_e4m3fn) if self.bits == 8 else fields(words, 4)).float()
         if self.kind == "float4e2m1":
             values = torch.tensor([*E2M1, *(-each for each in E2M1)])[values.long()]
         if "zero_point" in self.shapes:

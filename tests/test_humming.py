@@ -35,6 +35,7 @@ CONFIGS = {
     "nibbles": NIBBLES["awq of 32"].config,
     "blocks": {**FORMATS["fp8 in blocks"].config, "weight_block_size": [128, 128]},
     "mxfp4": {"quant_method": "mxfp4"},
+    "nvfp4": FORMATS["nvfp4"].config,
 }
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24,
@@ -55,7 +56,7 @@ def make(weight: Any, bias: Tensor | None = None, **options: Any) -> Any:
     return make_compact(weight, bias, library=make_kept, **options)
 
 
-@pytest.mark.parametrize("name", [*NIBBLES, "fp8 in blocks"])
+@pytest.mark.parametrize("name", [*NIBBLES, "fp8 in blocks", "nvfp4", "nvfp4 in words"])
 def test_layers_equal_unpacked_ones(name: str, tmp_path: Path) -> None:
     packed_checkpoints.write(tmp_path, name, "llama-wide")
     found, plain = loaded(tmp_path, make)
@@ -118,7 +119,7 @@ def check_experts(found: ModelWeights, plain: ModelWeights, folder: Path) -> Non
     assert float(error / expected.std()) < 0.03
 
 
-@pytest.mark.parametrize("name", ["awq of 32", "int4 of 32", "fp8 in blocks"])
+@pytest.mark.parametrize("name", ["awq of 32", "int4 of 32", "fp8 in blocks", "nvfp4"])
 def test_experts_of_modules_keep_their_bits(name: str, tmp_path: Path) -> None:
     write_experts(tmp_path, name)
     spec = load_spec(tmp_path)

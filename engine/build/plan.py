@@ -436,7 +436,9 @@ def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     if plan.quantization == STORED_FLOATS:
         note += f", {'with the scales of inputs that are stored' if packing.static else 'a scale for each token'}"
     if plan.quantization in COMPACT:
-        note += ", as they are stored" + (f"; experts unpacked to {plan.dtype}" if plan.own.experts and not plan.library else "")
+        note += ", as they are stored" + (
+            f"; experts unpacked to {plan.dtype}" if plan.own.experts and not plan.library else ""
+        )
     if plan.quantization == INT4:
         note += ", in 4 bits as they are stored" if plan.stored else ", unpacked at load and rounded again"
     if plan.quantization == "none":

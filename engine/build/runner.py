@@ -62,9 +62,7 @@ def build_runner(
     return runner, plan
 
 
-def prepare(
-    config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
-) -> tuple[LaunchPlan, MakeLinear]:
+def prepare(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> tuple[LaunchPlan, MakeLinear]:
     """Prepare the backend for loading. Return the plan, made anew if a library fails here, and the maker of linear
     layers. Raise ConfigError."""
     backend = backends.find_backend(plan.device)

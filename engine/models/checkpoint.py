@@ -1,7 +1,7 @@
 """A folder of safetensors as a tensor source: one tensor in memory at a time, with a check that all tensors are used.
 Quantized weights are unpacked while they are read, on the device.
 
-Unpack quantized weights: compressed-tensors, AWQ, GPTQ (also act-order), FP8 and MXFP4.
+Unpack quantized weights: compressed-tensors, AWQ, GPTQ (also act-order), FP8, MXFP4 and NVFP4.
 
 The stored tensors of a layer are its `parts`: the last component of a name, or its suffix, mapped to the tensor.
 Results are bit-identical to those of the libraries that write such checkpoints.
@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.errors import ModelLoadError
 from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
-from engine.models.packing import AWQ, EXPERTS, GPTQ, MX_GROUP, SCALED, WORDS, Packing
+from engine.models.packing import AWQ, EXPERTS, GPTQ, MX_GROUP, NVFP4, NVFP4_WORDS, SCALED, WORDS, Packing
 from engine.models.quantized import (
     BlockWeight,
     FloatWeight,
@@ -49,18 +49,25 @@ from engine.models.weights import (
 )
 from engine.panics import LibraryPanicError, as_error
 
-_BODY = {WORDS: "weight_packed", AWQ: "qweight", GPTQ: "qweight", SCALED: "weight", EXPERTS: "blocks"}
+_BODY = {
+    WORDS: "weight_packed", AWQ: "qweight", GPTQ: "qweight", SCALED: "weight", EXPERTS: "blocks", NVFP4: "weight",
+    NVFP4_WORDS: "weight_packed",
+}  # fmt: skip
 _SCALES = {
     WORDS: ("weight_scale",),
     AWQ: ("scales",),
     GPTQ: ("scales",),
     SCALED: ("weight_scale", "weight_scale_inv"),
     EXPERTS: ("scales",),
+    NVFP4: ("weight_scale",),
+    NVFP4_WORDS: ("weight_scale",),
 }
 _ZEROS = {WORDS: "weight_zero_point", AWQ: "qzeros", GPTQ: "qzeros", SCALED: "weight_zero_point"}
+_FACTORS = {NVFP4: "weight_scale_2", NVFP4_WORDS: "weight_global_scale"}
+"""Of all scales: a factor, or a divisor."""
 _ORDERS = {WORDS: "weight_g_idx", GPTQ: "g_idx"}
 _INPUTS = ("input_scale", "activation_scale")
-_ASIDE = ("weight_shape", "input_zero_point", *_INPUTS)
+_ASIDE = ("weight_shape", "input_zero_point", "input_global_scale", *_INPUTS)
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale", "prob_output_scale")
 """Scales of a quantized cache, which are ignored."""
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # positions in a word of the values of eight outputs
@@ -90,7 +97,7 @@ def _parts(packing: Packing) -> tuple[str, ...]:
     if layout == EXPERTS:
         return _BODY[layout], *_SCALES[layout]
     order = (_ORDERS[layout],) if layout in _ORDERS else ()
-    return (_BODY[layout], *_SCALES[layout], _ZEROS[layout], *order, *_ASIDE)
+    return (_BODY[layout], *_SCALES[layout], (_ZEROS | _FACTORS)[layout], *order, *_ASIDE)
 
 
 def is_packed(packing: Packing, names: Sequence[str]) -> bool:
@@ -102,6 +109,8 @@ def shape_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return outputs and inputs of a stored layer."""
     body, per_word = parts[_BODY[packing.layout]], 32 // packing.bits
     rows, columns = body.shape
+    if packing.small_floats:
+        return rows, 2 * columns
     if packing.layout == AWQ:
         return columns * per_word, rows
     if packing.layout == GPTQ:
@@ -120,7 +129,9 @@ def dense(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
     Raises ModelLoadError for inconsistent parts.
     """
     if packing.layout == EXPERTS:
-        return _experts(*floats_of_experts(packing, parts))
+        return _experts(*small_floats_of(packing, parts))
+    if packing.small_floats:
+        return floats_of(*small_floats_of(packing, parts))
     shape = shape_of(packing, parts)
     scales = _scales(packing, parts, shape)
     values, order = _values(packing, parts, shape), _order(packing, parts, shape)
@@ -185,11 +196,25 @@ def blocks_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Te
     return None if any(size % step for size, step in zip(shape, packing.block, strict=True)) else (values, scales)
 
 
-def floats_of_experts(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return values [experts, out, in / 2] uint8 and scales [experts, out, groups] e8m0 of a `FloatWeight` each.
+def small_floats_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return values [out, in / 2] uint8 and scales [out, groups] float32 of a `FloatWeight`; of EXPERTS
+    [experts, out, ...], the scales e8m0.
 
-    Only for EXPERTS. Raises ModelLoadError like `dense`.
+    Only for `packing.small_floats`. Raises ModelLoadError like `dense`.
     """
+    if packing.layout == EXPERTS:
+        return _small_floats_of_experts(parts)
+    values, factor = _typed(parts[_BODY[packing.layout]], torch.uint8, "values"), _part(parts, _FACTORS[packing.layout])
+    if factor.numel() != 1:
+        raise ModelLoadError(f"the scale of all values {list(factor.shape)} is not one number")
+    scales, whole = _scales(packing, parts, shape_of(packing, parts)), factor.float().reshape(())
+    scales = scales * whole if packing.layout == NVFP4 else scales / whole
+    if not bool(scales.isfinite().all()):
+        raise ModelLoadError("some scales are not finite")
+    return values, scales
+
+
+def _small_floats_of_experts(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     blocks = _typed(_part(parts, _BODY[EXPERTS]), torch.uint8, "values")
     scales = _typed(_part(parts, _SCALES[EXPERTS][0]), torch.uint8, "scales")
     if blocks.dim() != 4 or blocks.shape[-1] != MX_GROUP // 2 or scales.shape != blocks.shape[:-1]:
@@ -452,8 +477,10 @@ class Checkpoint:
         if not self._bytes or not self._stored(name):
             return None
         if self._packing is not None and self._packing.small_floats:
-            values, scales = self._unpack(name, floats_of_experts)
-            return FloatWeight(values.flatten(0, 1), scales.flatten(0, 1), self._dtype)
+            values, scales = (each.flatten(0, -2) for each in self._unpack(name, small_floats_of))
+            self._rows(name, (len(values), 2 * values.shape[1]), shape)
+            scales = scales if scales.dtype.itemsize == 1 else scales.to(self._dtype)
+            return FloatWeight(values, scales, self._dtype)
         if self._packing is not None and self._packing.nibbles:
             parts = self._unpack(name, nibbles_of)
             if parts is None:

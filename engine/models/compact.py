@@ -360,8 +360,8 @@ def make_compact(
 ) -> Linear:
     """Make a layer on the bits of a checkpoint (a MakeLinear); other weights stay as they are.
 
-    `tiles` and `blocks` are operators that have passed `check`; `library`: `engine.models.humming.make_kept`. `group`: weights are random, and are rounded to 4 bits
-    in such groups.
+    `tiles` and `blocks` are operators that have passed `check`; `library`: `engine.models.humming.make_kept`.
+    `group`: weights are random, and are rounded to 4 bits in such groups.
     """
     del gated
     if group and not head and isinstance(weight, Tensor) and (size := group_of(weight.shape[1], group)):

@@ -36,8 +36,8 @@ def route(logits: Tensor, sizes: ExpertSizes) -> tuple[Tensor, Tensor]:
 
 
 class Stack(NamedTuple):
-    """A linear layer of all experts: (rows [S, in] sorted by expert, ends [experts] of their rows) -> [S, out], and bias
-    [experts, out]."""
+    """A linear layer of all experts: (rows [S, in] sorted by expert, ends [experts] of their rows) -> [S, out], and
+    bias [experts, out]."""
 
     product: Callable[[Tensor, Tensor], Tensor]
     bias: Tensor | None

@@ -1,15 +1,15 @@
 """Products of stored bits by the library humming-kernels (extra `gpu`): of dense layers, and of all experts of a layer.
 
-Inputs, outputs and scales are bfloat16, sums float32. The library compiles kernels for each shape in its first call, and
-keeps them on disk. `trial` compares them with unpacked weights on the device that will serve; after a fault, this
-process plans without them.
+Inputs and outputs are bfloat16, sums float32. The library compiles kernels for each shape in its first call, and keeps
+them on disk. `trial` compares them with unpacked weights on the device that will serve; after a fault, this process
+plans without them.
 """
 
 import importlib
 import importlib.util
 from collections.abc import Iterable
 from copy import copy
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,15 @@ from engine.errors import ConfigError, first_line
 from engine.models.compact import TOLERANCE, CompactLinear, error_of
 from engine.models.linear import AnyWeight, Linear, PlainLinear
 from engine.models.packing import EXPERTS, Packing
-from engine.models.quantized import BlockWeight, FloatWeight, PackedWeight, as_bytes, group_of, pack_values
+from engine.models.quantized import (
+    BlockWeight,
+    FloatWeight,
+    PackedWeight,
+    RoundedWeight,
+    as_bytes,
+    group_of,
+    pack_values,
+)
 
 Kept = PackedWeight | BlockWeight | FloatWeight
 _DTYPE = torch.bfloat16
@@ -59,11 +67,13 @@ def _group(packing: Packing, k: int) -> int:
     return 0 if k % group else group
 
 
-def takes(weight: AnyWeight) -> bool:
+def takes(weight: AnyWeight) -> TypeGuard[Kept]:
     """Return whether the library can multiply this weight."""
-    return (
-        isinstance(weight, Kept) and weight.dtype == _DTYPE and not any(size % _MULTIPLE for size in weight.shape)
-    )
+    return isinstance(weight, Kept) and weight.dtype == _DTYPE and _are_even(*weight.shape)
+
+
+def _are_even(*sizes: int) -> bool:
+    return not any(size % _MULTIPLE for size in sizes)
 
 
 class LibraryWeight:
@@ -78,7 +88,8 @@ class LibraryWeight:
         with weight.values.device:  # the library's own tensors
             self._layer = importlib.import_module("humming.layer").HummingLayer(
                 shape_n=weight.shape[0] // stacks, shape_k=weight.shape[1], weight_config=scheme,
-                num_experts=experts or None, pad_n_to_multiple=_SIDES[0], pad_k_to_multiple=_SIDES[1], torch_dtype=_DTYPE,
+                num_experts=experts or None, torch_dtype=_DTYPE, pad_n_to_multiple=_SIDES[0],
+                pad_k_to_multiple=_SIDES[1],
             )  # fmt: skip
         self._layer.load_from_tensors(tensors)
         self._layer.transform()
@@ -126,15 +137,15 @@ def make_kept(weight: AnyWeight, bias: Tensor | None) -> Linear | None:
     """Return a layer on these bits; None if the library does not take them."""
     if not takes(weight):
         return None
-    kept = LibraryWeight(weight)  # type: ignore[arg-type] - `takes` it
-    return CompactLinear(kept, bias, lambda weight, x: weight.product(x))
+    return CompactLinear(LibraryWeight(weight), bias, LibraryWeight.product)
 
 
 def make_experts(weight: AnyWeight, bias: Tensor | None, experts: int) -> Linear:
     """Make a layer of all experts from their stacked weights [experts * n, k] and biases [experts * n]."""
-    if takes(weight) and weight.shape[0] // experts % _MULTIPLE == 0:
-        return ExpertsLinear(LibraryWeight(weight, experts), bias)  # type: ignore[arg-type]
-    return PlainLinear(weight if isinstance(weight, Tensor) else weight.unpacked(), bias)  # type: ignore[union-attr]
+    if takes(weight) and _are_even(weight.shape[0] // experts):
+        return ExpertsLinear(LibraryWeight(weight, experts), bias)
+    assert not isinstance(weight, RoundedWeight), "these have products of their own"
+    return PlainLinear(weight if isinstance(weight, Tensor) else weight.unpacked(), bias)
 
 
 def _described(weight: Kept, stacks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -170,7 +181,7 @@ def trial(packing: Packing, shapes: Iterable[tuple[int, int, int]], device: torc
     fault = ""
     try:
         for n, k, count in dict.fromkeys(shapes):
-            if not _group(packing, k) or (packing.blocks and n % packing.block[0]):
+            if not (_group(packing, k) and _are_even(n, k)) or (packing.blocks and n % packing.block[0]):
                 continue  # such weights are unpacked
             experts = count if count > 1 else 0
             error = _largest_error(packing, n, k, experts, device)

@@ -193,7 +193,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the first eight of the 4-bit
 
 
 def floats_of(values: Tensor, scales: Tensor) -> Tensor:
-    """Return the products [..., k] float32 of values [..., k / 2] as in FloatWeight and scales [..., groups] float32."""
+    """Return the products [n, k] float32 of values [n, k / 2] as in FloatWeight and scales [n, groups] float32."""
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=values.device)
     pairs = torch.stack((values & 15, values >> 4), -1).int()
     return table[pairs].view(*scales.shape, -1).mul_(scales.unsqueeze(-1)).flatten(-2)

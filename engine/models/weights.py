@@ -295,10 +295,12 @@ class _Builder:
         found = [each for each in stored if isinstance(each, RoundedWeight)]
         if len(nibbles) == len(modules):
             return PackedWeight.stacked(nibbles, stack)
-        for kind in (BlockWeight, FloatWeight):
-            same = [each for each in stored if isinstance(each, kind)]
-            if len(same) == len(modules) and stack is _stack:
-                return kind.stacked(same)
+        blocks = [each for each in stored if isinstance(each, BlockWeight)]
+        if len(blocks) == len(modules) and stack is _stack:
+            return BlockWeight.stacked(blocks)
+        floats = [each for each in stored if isinstance(each, FloatWeight)]
+        if len(floats) == len(modules) and stack is _stack:
+            return FloatWeight.stacked(floats)
         if len(found) < len(modules):
             return stack([self._source.fetch(*each) for each in modules])
         values, scales = stack([each.values for each in found]), stack([each.scales for each in found])
@@ -314,18 +316,20 @@ class _Builder:
         if not names.fused:
             modules = [f"{prefix}{names.experts}.{index}.{{}}.weight" for index in range(sizes.total)]
             inside, outside = (sizes.width, hidden), (hidden, sizes.width)
-            yield self._weight([(each.format(part), inside) for each in modules for part in names.parts[:2]], _stack), None
+            yield (
+                self._weight([(each.format(part), inside) for each in modules for part in names.parts[:2]], _stack),
+                None,
+            )
             yield self._weight([(each.format(names.parts[2]), outside) for each in modules], _stack), None
             return
         for part, (n, k) in zip(names.parts, ((2 * sizes.width, hidden), (hidden, sizes.width)), strict=True):
             name = f"{prefix}{names.experts}.{part}"
             weight = self._source.fetch_bytes(name, (sizes.total * n, k))
             assert isinstance(weight, FloatWeight), "experts of one tensor are stored in 4-bit floats"
-            tensors = *weight[:2], self._source.fetch(f"{name}_bias", (sizes.total, n))
+            tensors = [weight.values, weight.scales, self._source.fetch(f"{name}_bias", (sizes.total, n))]
             if part == names.parts[0]:
-                tensors = tuple(apart(each.view(sizes.total, n, -1)).flatten(0, 1) for each in tensors)
-            values, scales, bias = tensors
-            yield weight._replace(values=values, scales=scales), bias.flatten()
+                tensors = [apart(each.view(sizes.total, n, -1)).flatten(0, 1) for each in tensors]
+            yield weight._replace(values=tensors[0], scales=tensors[1]), tensors[2].flatten()
 
     def _norm(self, module: str) -> Norm:
         shape = (self._spec.hidden_size,)
