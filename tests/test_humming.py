@@ -3,19 +3,23 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fake_humming
 import packed_checkpoints
 import pytest
+import test_dry_device
 import tiny_models
 import tiny_transformers
 import torch
+from dry_device import dry_device
 from packed_checkpoints import FORMATS, NIBBLES
 from safetensors.torch import load_file, save_file
 from test_compact import OF_8B, OF_30B_MOE, OF_32B, loaded, logits, plan_on_gpu
 from test_cuda_backend import on_a_gpu  # noqa: F401 - a fixture
+from test_cuda_runner import MetaTensors
 from torch import Tensor
 
 from engine.build.runner import prepare
@@ -27,8 +31,9 @@ from engine.models.checkpoint import load_weights
 from engine.models.compact import CompactLinear, make_compact
 from engine.models.humming import ExpertsLinear, LibraryWeight, make_experts, make_kept
 from engine.models.packing import packing_from_config
+from engine.models.quantized import FloatWeight
 from engine.models.spec import load_spec
-from engine.models.weights import ModelWeights, matrices
+from engine.models.weights import ModelWeights, build_weights, matrices
 
 CPU = torch.device("cpu")
 CONFIGS = {
@@ -146,6 +151,31 @@ def test_experts_of_gpt_oss_keep_their_bits(tmp_path: Path) -> None:
     spec = load_spec(folder)
     found = load_weights(spec, folder, dtype="bfloat16", stored=True, make=make, experts=make_experts)
     check_experts(found, load_weights(spec, folder, dtype="bfloat16"), folder)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_no_step_with_kept_experts_waits_for_the_device(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card on which torch's product of experts cannot be captured."""
+    tiny_transformers.save_config(name, tmp_path)
+    fetch, meta = MetaTensors.fetch, torch.device("meta")
+
+    def bits(_source: MetaTensors, name: str, shape: tuple[int, int]) -> FloatWeight | None:
+        n, k = shape
+        values = torch.empty(n, k // 2, dtype=torch.uint8, device=meta)
+        scales = torch.empty(n, k // 32, dtype=torch.float8_e8m0fnu, device=meta)
+        return FloatWeight(values, scales, torch.bfloat16) if ".experts." in name else None
+
+    monkeypatch.setattr(MetaTensors, "fetch", lambda *given: fetch(*given).bfloat16())
+    monkeypatch.setattr(MetaTensors, "fetch_bytes", bits)
+    monkeypatch.setattr(test_dry_device, "build_weights", partial(build_weights, make=make, experts=make_experts))
+    with dry_device(89) as dry:
+        runner = test_dry_device.make_runner(load_spec(tmp_path))
+        assert runner.device.num_graphs == runner.device.num_shapes
+        dry.sealed = True
+        counts = test_dry_device.counts_of(dry, runner, "greedy")
+        assert [each["graphs"] for each in counts] == [1] * 5
 
 
 @pytest.mark.usefixtures("on_a_gpu")
