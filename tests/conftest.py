@@ -1,6 +1,7 @@
 """Fixtures of the tests, and the environment that they need."""
 
 import signal
+import sys
 
 import pytest
 from cpu_limit import pytest_runtest_makereport, pytest_runtest_protocol
@@ -26,3 +27,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 def a_plain_path_for_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server sets this variable for the processes that check its inputs; scripts of later tests import each other."""
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_library_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans for a GPU depend on humming-kernels (extra `gpu`); its own tests put a stand-in there."""
+    monkeypatch.setitem(sys.modules, "humming", None)

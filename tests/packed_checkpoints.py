@@ -141,6 +141,23 @@ def gptq(bits: int, less_one: int, act_order: bool = False, group: int = GROUP) 
     return make
 
 
+def nvfp4(body: str, factor: str, divides: bool) -> Any:
+    """Values of 4 bits, a scale of 8 bits for each 16, and a factor of all scales, stored as such or as a divisor."""
+
+    def make(n: int, k: int, generator: torch.Generator) -> Layer:
+        chosen = draw(0, 16, (n, k), generator)
+        each = (0.5 + 4 * torch.rand((n, k // 16), generator=generator)).to(_F8)
+        whole = torch.tensor(2.5 * k**0.5 if divides else 0.4 * k**-0.5)
+        by_group = each.float() / whole if divides else each.float() * whole
+        stored = {
+            body: (chosen[:, ::2] + 16 * chosen[:, 1::2]).to(torch.uint8), "weight_scale": each,
+            factor: whole.reshape(1) if divides else whole, "input_global_scale" if divides else "input_scale": whole,
+        }  # fmt: skip
+        return Layer(stored, torch.tensor(E2M1)[chosen] * by_group.repeat_interleave(16, 1))
+
+    return make
+
+
 def compressed(stored: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
@@ -163,7 +180,16 @@ _AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": Tru
 _GROUPS = scheme(4, "group", group_size=GROUP)
 _F8, _I8, _BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
 
+NVFP4 = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
 FORMATS: dict[str, Format] = {
+    "nvfp4": Format({"quant_method": "modelopt", **NVFP4}, nvfp4("weight", "weight_scale_2", False)),
+    "nvfp4 in words": Format(
+        compressed("nvfp4-pack-quantized", scheme(4, "tensor_group", "float", group_size=16)),
+        nvfp4("weight_packed", "weight_global_scale", True),
+    ),
+    "modelopt fp8": Format({"quant_method": "modelopt", "quant_algo": "FP8"}, bytes_of(_F8, (0, 0), torch.float32)),
     "int4": Format(compressed("pack-quantized", _GROUPS), compressed_words(4, GROUP, True)),
     "int4 with zero points": Format(
         compressed("pack-quantized", {**_GROUPS, "symmetric": False}), compressed_words(4, GROUP, False)
@@ -233,9 +259,6 @@ def write_dense(folder: Path, weights: dict[str, Tensor], case: str = "llama-gqa
     tiny_models.write_config(folder, json.loads((source / "config.json").read_text()))
     tensors = load_file(source / "model.safetensors") | {key: value.float() for key, value in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def mxfp4(count: int, inputs: int, outputs: int, scale: tuple[int, int], generator: torch.Generator) -> Layer:

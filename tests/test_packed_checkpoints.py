@@ -13,7 +13,7 @@ import tiny_models
 import torch
 from driver import Driver, make_request
 from native_build import native_library
-from packed_checkpoints import FORMATS, GROUP, NIBBLES
+from packed_checkpoints import FORMATS, GROUP, NIBBLES, NVFP4
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -88,6 +88,7 @@ BESIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "AutoGPTQ": ("gptq", "quantize_config.json", {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}),
     "with its method": ("gptq", "quantize_config.json", FORMATS["gptq"].config),
     "AutoAWQ": ("awq", "quant_config.json", {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}),
+    "modelopt": ("nvfp4", "hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": NVFP4}),
     "AWQ by another name": ("awq", "quantize_config.json", FORMATS["awq"].config),
 }
 
@@ -100,7 +101,9 @@ def test_settings_beside_config_json_are_read(name: str, impl: str, tmp_path: Pa
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]
     tiny_models.write_config(tmp_path, config)
-    with pytest.raises(ConfigError, match=r"qweight is quantized, but config.json has no quantization_config"):
+    with pytest.raises(
+        ConfigError, match=r"(qweight|weight_scale) is quantized, but config.json has no quantization_config"
+    ):
         plan_launch(config_of(tmp_path, model_impl=impl))
     (tmp_path / file).write_text(json.dumps(given))
     assert generated(config_of(tmp_path, model_impl=impl))[0] == expected
@@ -351,7 +354,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**FORMATS["gptq"].config, "dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq with other settings for some layers"),
     ({**FORMATS["fp8"].config, "fmt": "e5m2"}, "fp8 with values in e5m2 is not supported"),
     ({**FORMATS["fp8"].config, "weight_block_size": [128]}, r"fp8 with blocks of \[128\] is not supported"),
-    ({**_INT4, "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
+    ({**_INT4, "format": "mxfp4-pack-quantized"}, "format 'mxfp4-pack-quantized' is not supported"),
+    ({**_INT4, "format": "nvfp4-pack-quantized"}, "int4 in nvfp4-pack-quantized is not supported"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt with quant_algo 'W4A8_AWQ' is not supported"),
     ({**_INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "with a sparsity_config is not supported"),
     ({**_INT4, "config_groups": {"a": _GROUPS, "b": _W8A8["config_groups"]["group_0"]}}, "more than one scheme"),
     ({**_INT4, "config_groups": {}}, "without a scheme of weights"),

@@ -22,7 +22,7 @@ import torch
 from engine import __version__
 from engine.api import SamplingDefaults, SamplingParams
 from engine.build.plan import gib, out_of_memory, plan_launch, profile_folder, scheduler_config
-from engine.build.runner import build_runner
+from engine.build.runner import build_runner, prepare
 from engine.cache.placement import HostSplit, describe_costs
 from engine.client import DroppableLayers, EngineInfo
 from engine.colocation.keeper import Colocation
@@ -147,7 +147,7 @@ def stored_profile(
 
     This prepares the backend in this process as a start does. Raise ConfigError.
     """
-    plan, _ = backends.find_backend(plan.device).prepare(config, plan, say)
+    plan, _ = prepare(config, plan, say)
     try:
         return plan, load_profile(profile_folder(config), profile_key(plan), plan.limits.held)
     except ProfileError as error:

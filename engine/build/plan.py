@@ -17,10 +17,21 @@ from engine.execution import backend as backends
 from engine.execution import memory
 from engine.execution.backend import Backend
 from engine.execution.offload import plan_offload
-from engine.execution.plan import BLOCKS, COMPACT, FLOAT8, INT4, NIBBLES, STORED_FLOATS, STORED_INTEGERS, LaunchPlan
+from engine.execution.plan import (
+    BLOCKS,
+    COMPACT,
+    FLOAT8,
+    INT4,
+    NIBBLES,
+    SMALL_FLOATS,
+    STORED_FLOATS,
+    STORED_INTEGERS,
+    LaunchPlan,
+)
 from engine.execution.streamed_cache import BUFFERS
 from engine.limits import BLOCK_SIZE, UNITS_PER_BLOCK, Limits, SchedulerConfig, most_blocks, most_unconfirmed
 from engine.machine.folders import expand, user_folder
+from engine.models import humming
 from engine.models.hub import OWN, TRANSFORMERS, Choice, cached_folder, choose, is_hub_id, resolve_model_folder
 from engine.models.lora import plan_adapter
 from engine.models.packing import Packing
@@ -247,7 +258,7 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
     by_kernels = config.kernels != "torch"
     refusal = backend.refusal(spec, dtype) if by_kernels else None
     slow = f"slow attention by torch's own operators: {refusal}" if refusal else None
-    quantization, unrounded = _quantization(config, choice, backend), None
+    (quantization, library), unrounded = _quantization(config, choice, backend), None
     if quantization in (STORED_FLOATS, *COMPACT):
         if dtype != "bfloat16":
             note = f"bfloat16 instead of {dtype}: products of {quantization} layers take no other type"
@@ -258,7 +269,7 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
         else:
             dtype = "bfloat16"
     max_model_len = resolve_max_model_len(spec, config.max_model_len)
-    weights = memory.weight_bytes(spec, torch_dtype(dtype), quantization)
+    weights = memory.weight_bytes(spec, torch_dtype(dtype), quantization, library=library)
     block = UNITS_PER_BLOCK * memory.unit_bytes(spec, BLOCK_SIZE, torch_dtype(dtype))
     room = backend.room(config.gpu_memory_utilization, beside=beside) - weights
     wide = is_wide(room // block * BLOCK_SIZE, max_model_len)
@@ -282,6 +293,7 @@ def plan_launch(config: EngineConfig, *, beside: bool = False) -> LaunchPlan:
         droppable=config.overload == "drop",
         by_kernels=by_kernels,
         graphs=config.kernels == "auto",
+        library=library,
         beside=beside,
         notes=tuple(filter(None, (by, *spec.notes, note, slow, unrounded, *_notes(spec, max_model_len)))),
     )
@@ -296,7 +308,7 @@ def _sizes(plan: LaunchPlan, free: int) -> str:
     """Return how the memory of weights compares with the memory of the device."""
     packing, why = plan.spec.packing, ""
     if packing is not None:
-        part = "" if plan.own.experts is None else "its experts are "
+        part = "" if plan.own.experts is None or plan.library else "its experts are "
         how = f": {part or 'it is '}unpacked to {plan.dtype}" if part or plan.quantization == "none" else ""
         why = f" ({packing.name}{how})"
     return f"the weights take {gib(plan.held_bytes)}{why}, and the GPU has {gib(free)} for weights and cache"
@@ -376,32 +388,37 @@ def _notes(spec: ModelShape, max_model_len: int) -> Iterator[str]:
         )
 
 
-def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> str:
-    """Return the quantization of the linear layers.
+def _quantization(config: EngineConfig, choice: Choice, backend: Backend) -> tuple[str, bool]:
+    """Return the quantization of the linear layers, and whether a library multiplies them (see LaunchPlan).
 
     It is the requested one, or else that of the checkpoint if the backend computes with its 8 or 4 bits directly.
     Streamed layers, and integers with `--overload hidden`, use unpacked weights.
     """
     packing, streams = choice.shape.packing, parse_offload(config.offload_weights) is not None
     if config.quantization != "none" or packing is None:
-        return config.quantization
+        return config.quantization, False
     if config.load_format == "dummy" and not packing.nibbles:
-        return "none"
+        return "none", False
     if choice.implementation != OWN or streams:
-        return "none"
+        return "none", False
     if packing.floats and _floats_refusal(config, packing, backend) is None:
-        return STORED_FLOATS
-    if config.dtype in ("auto", "bfloat16") and (packing.nibbles or packing.blocks):
+        return STORED_FLOATS, False
+    if config.dtype in ("auto", "bfloat16") and (packing.nibbles or packing.blocks or packing.small_floats):
+        library = config.kernels != "torch" and backend.has_library() and humming.multiplies(packing)
         has_experts = isinstance(choice.shape, ModelSpec) and choice.shape.experts is not None
         # experts are unpacked anyway, and beside them the other layers need little memory
         unpacked = 0 if has_experts else memory.weight_bytes(choice.shape, torch_dtype("bfloat16"), "none")
+        if library and packing.small_floats:
+            return SMALL_FLOATS, True
+        if library and packing.blocks and (has_experts or backend.float8_refusal() is not None):
+            return BLOCKS, True
         if backend.keeps_bits(packing, unpacked, config.gpu_memory_utilization):
-            return NIBBLES if packing.nibbles else BLOCKS
+            return (NIBBLES, library) if packing.nibbles else (BLOCKS, False)
         if packing.blocks and not has_experts and backend.float8_refusal() is None:
-            return FLOAT8  # a scale for each output in place of each block, as the device multiplies them
+            return FLOAT8, False  # a scale for each output in place of each block, as the device multiplies them
     if not backend.multiplies_integers or config.hidden_cache:
-        return "none"
-    return INT4 if packing.nibbles else STORED_INTEGERS if packing.integers else "none"
+        return "none", False
+    return INT4 if packing.nibbles else STORED_INTEGERS if packing.integers else "none", False
 
 
 def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
@@ -415,7 +432,9 @@ def _with_storage(plan: LaunchPlan, config: EngineConfig) -> LaunchPlan:
     if plan.quantization == STORED_FLOATS:
         note += f", {'with the scales of inputs that are stored' if packing.static else 'a scale for each token'}"
     if plan.quantization in COMPACT:
-        note += ", as they are stored" + (f"; experts unpacked to {plan.dtype}" if plan.own.experts else "")
+        note += ", as they are stored" + (
+            f"; experts unpacked to {plan.dtype}" if plan.own.experts and not plan.library else ""
+        )
     if plan.quantization == INT4:
         note += ", in 4 bits as they are stored" if plan.stored else ", unpacked at load and rounded again"
     if plan.quantization == "none":

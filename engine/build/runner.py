@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from engine.build.plan import gib, host_bytes, profile_folder, unit_bytes, with_cache
+from engine.build.plan import gib, host_bytes, plan_launch, profile_folder, unit_bytes, with_cache
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.execution import backend as backends
@@ -20,6 +20,7 @@ from engine.execution.self_test import test_family, test_modules
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.hub import OWN
+from engine.models.humming import make_experts
 from engine.models.linear import MakeLinear, make_linear, make_packed
 from engine.models.lora import Delta, Site, load_adapter
 from engine.models.quantized import make_quantized
@@ -35,7 +36,7 @@ def build_runner(
 ) -> tuple[Runner[Any], LaunchPlan]:
     """Load the model. Return the runner and the plan with the actual cache size. Raise ConfigError."""
     backend = backends.find_backend(plan.device)
-    plan, make = backend.prepare(config, plan, say)
+    plan, make = prepare(config, plan, say)
     say(f"loading {gib(plan.weight_bytes)} of weights")
     _test_family(config, plan, make, backend)
     transport = None if plan.offload is None else backend.transport(plan)
@@ -61,6 +62,16 @@ def build_runner(
     return runner, plan
 
 
+def prepare(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> tuple[LaunchPlan, MakeLinear]:
+    """Prepare the backend for loading. Return the plan, made anew if a library fails here, and the maker of linear
+    layers. Raise ConfigError."""
+    backend = backends.find_backend(plan.device)
+    if fault := backend.library_fault(plan, say):
+        say(fault)
+        plan = replace(plan_launch(config, beside=plan.beside), faults=(fault,))
+    return backend.prepare(config, plan, say)
+
+
 def _load_adapters(plan: LaunchPlan, weights: ModelWeights | TransformersModel) -> list[dict[Site, Delta]]:
     if plan.adapters and isinstance(weights, TransformersModel):
         weights.take_adapters(plan.adapters)
@@ -75,7 +86,8 @@ def _load(
         "dtype": plan.dtype, "device": plan.device, "load_format": config.load_format, "make": make
     }  # fmt: skip
     if not isinstance(plan.spec, TransformersShape):
-        return load_weights(plan.own, plan.folder, **common, gather=gather, stored=plan.stored)
+        experts = make_experts if plan.library else None
+        return load_weights(plan.own, plan.folder, **common, gather=gather, stored=plan.stored, experts=experts)
     model = load_model(plan.spec, plan.folder, **common)
     if config.self_test:
         _refuse(plan, test_modules(model, backend.module_attention(model, TEST_LIMITS, by_kernels=plan.by_kernels)[0]))

@@ -99,6 +99,15 @@ class Backend(Protocol):
         del packing, unpacked_bytes, memory_utilization
         return False
 
+    def has_library(self) -> bool:
+        """Return whether `engine.models.humming` may multiply the stored bits of a checkpoint here."""
+        return False
+
+    def library_fault(self, plan: LaunchPlan, say: Callable[[str], None]) -> str:
+        """Return the fault of this library on the device, which then plans without it; empty without one. Raises
+        ConfigError."""
+        return ""
+
     def room(self, memory_utilization: float, *, beside: bool = False) -> int:
         """Return the device memory for weights and cache, which allows more requests and tokens per step by default;
         0 if it does not. `beside`: see LaunchPlan."""

@@ -20,7 +20,8 @@ from engine.machine.facts import available_memory as available_memory
 from engine.models.attention import HeadProjection
 from engine.models.byte_cells import slice_elements
 from engine.models.decoder import Decoder
-from engine.models.packing import Packing
+from engine.models.humming import bytes_of
+from engine.models.packing import EXPERTS, Packing
 from engine.models.quantized import GROUPS, group_of
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.weights import LayerWeights
@@ -43,13 +44,14 @@ def unit_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     return spec.num_layers * slice_elements(block_size, spec.num_kv_heads, spec.head_dim, dtype) * dtype.itemsize
 
 
-def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int:
+def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str, *, library: bool = False) -> int:
     """Return the bytes of all weights.
 
     A quantised linear layer takes one byte per value,
     plus a scale and a sum of 4 bytes each per output; in 4 bits, see `int4_bytes`. Bias, norms and embeddings stay in
     `dtype`, a tied head in addition to the embedding. With stored 8 bits the head stays in `dtype`, as in such
-    checkpoints; with 4 bits it has 8. Experts are unpacked to `dtype`, because grouped products take no other type.
+    checkpoints; with 4 bits it has 8. Without `library` (see LaunchPlan) experts are unpacked to `dtype`, because
+    grouped products take no other type.
     """
     if not isinstance(spec, ModelSpec):
         assert quantization == "none", "only native layers are quantised"
@@ -58,13 +60,29 @@ def weight_bytes(spec: ModelShape, dtype: torch.dtype, quantization: str) -> int
     if quantization == "none":
         return spec.num_parameters * dtype.itemsize
     rounds_head = quantization not in STORED
-    rounded_matrices = spec.matrices if spec.experts is None else spec.matrices[:2]
-    sizes = [n * _output_bytes(k, quantization, spec.packing) for n, k in rounded_matrices]
-    dense = spec.num_layers * sum(n * k for n, k in rounded_matrices)
+    shapes = stored_shapes(spec, library=library)
+    if library and spec.packing is not None:
+        sizes = [count * bytes_of(spec.packing, n, k) for n, k, count in shapes]
+    else:
+        sizes = [n * _output_bytes(k, quantization, spec.packing) for n, k, _ in shapes]
+    dense = spec.num_layers * sum(n * k * count for n, k, count in shapes)
     if rounds_head and not spec.tie_word_embeddings:
         dense += vocab * hidden
     rounded = spec.num_layers * sum(sizes) + (vocab * (hidden + 8) if rounds_head else 0)
     return rounded + (spec.num_parameters - dense) * dtype.itemsize
+
+
+def stored_shapes(spec: ModelSpec, *, library: bool) -> list[tuple[int, int, int]]:
+    """Return outputs, inputs and number of the matrices of a layer that take few bits; more than one are of experts.
+
+    Experts do so by the library only (see LaunchPlan); in MXFP4, only experts do.
+    """
+    matrices = [(n, k, 1) for n, k in (spec.matrices if spec.experts is None else spec.matrices[:2])]
+    if spec.experts is None or not library:
+        return matrices
+    total, width, hidden = spec.experts.total, spec.experts.width, spec.hidden_size
+    experts = [(2 * width, hidden, total), (hidden, width, total)]
+    return experts if spec.packing is not None and spec.packing.layout == EXPERTS else matrices + experts
 
 
 def _output_bytes(k: int, quantization: str, packing: Packing | None) -> int:

@@ -14,10 +14,10 @@ from engine.models.quantized import GROUP, GROUPS
 from engine.models.spec import ModelShape, ModelSpec
 
 FLOAT8, INT4 = "fp8", "int4"
-STORED_INTEGERS, STORED_FLOATS, *COMPACT = STORED = ("w8a8", "stored fp8", "fp8 blocks", "stored int4")
+STORED_INTEGERS, STORED_FLOATS, *COMPACT = STORED = ("w8a8", "stored fp8", "fp8 blocks", "stored int4", "stored fp4")
 """Values of `LaunchPlan.quantization` for layers that compute with the bits of the checkpoint, its head left as it is.
 Those in COMPACT (`engine.models.compact`) are of a GPU."""
-BLOCKS, NIBBLES = COMPACT
+BLOCKS, NIBBLES, SMALL_FLOATS = COMPACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class LaunchPlan:
         twins: Operations that run by torch twins of their kernels.
         graphs: Whether steps may run from CUDA graphs.
         faults: Why, one line per fault of the check of kernels.
+        library: Whether `engine.models.humming` multiplies the stored bits, also those of experts.
         beside: Another engine holds the device's memory and releases it before this one starts.
     """
 
@@ -78,6 +79,7 @@ class LaunchPlan:
     twins: tuple[str, ...] = ()
     graphs: bool = True
     faults: tuple[str, ...] = ()
+    library: bool = False
     beside: bool = False
 
     @property

@@ -1,7 +1,7 @@
 """A folder of safetensors as a tensor source: one tensor in memory at a time, with a check that all tensors are used.
 Quantized weights are unpacked while they are read, on the device.
 
-Unpack quantized weights: compressed-tensors, AWQ, GPTQ (also act-order), FP8 and MXFP4.
+Unpack quantized weights: compressed-tensors, AWQ, GPTQ (also act-order), FP8, MXFP4 and NVFP4.
 
 The stored tensors of a layer are its `parts`: the last component of a name, or its suffix, mapped to the tensor.
 Results are bit-identical to those of the libraries that write such checkpoints.
@@ -23,14 +23,24 @@ from torch import Tensor
 from engine.errors import ModelLoadError
 from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
-from engine.models.packing import AWQ, EXPERTS, GPTQ, MX_GROUP, SCALED, WORDS, Packing
-from engine.models.quantized import BlockWeight, PackedWeight, RoundedWeight, StoredWeight, group_of, pack_values
+from engine.models.packing import AWQ, EXPERTS, GPTQ, MX_GROUP, NVFP4, NVFP4_WORDS, SCALED, WORDS, Packing
+from engine.models.quantized import (
+    BlockWeight,
+    FloatWeight,
+    PackedWeight,
+    RoundedWeight,
+    StoredWeight,
+    floats_of,
+    group_of,
+    pack_values,
+)
 from engine.models.spec import ModelSpec
 from engine.models.stored_tensors import damage_of, text_names, weight_files
 from engine.models.weights import (
     DummyTensors,
     Gather,
     LayerWeights,
+    MakeExperts,
     ModelWeights,
     ResidentLayers,
     build_layers,
@@ -39,24 +49,30 @@ from engine.models.weights import (
 )
 from engine.panics import LibraryPanicError, as_error
 
-_BODY = {WORDS: "weight_packed", AWQ: "qweight", GPTQ: "qweight", SCALED: "weight", EXPERTS: "blocks"}
+_BODY = {
+    WORDS: "weight_packed", AWQ: "qweight", GPTQ: "qweight", SCALED: "weight", EXPERTS: "blocks", NVFP4: "weight",
+    NVFP4_WORDS: "weight_packed",
+}  # fmt: skip
 _SCALES = {
     WORDS: ("weight_scale",),
     AWQ: ("scales",),
     GPTQ: ("scales",),
     SCALED: ("weight_scale", "weight_scale_inv"),
     EXPERTS: ("scales",),
+    NVFP4: ("weight_scale",),
+    NVFP4_WORDS: ("weight_scale",),
 }
 _ZEROS = {WORDS: "weight_zero_point", AWQ: "qzeros", GPTQ: "qzeros", SCALED: "weight_zero_point"}
+_FACTORS = {NVFP4: "weight_scale_2", NVFP4_WORDS: "weight_global_scale"}
+"""Of all scales: a factor, or a divisor."""
 _ORDERS = {WORDS: "weight_g_idx", GPTQ: "g_idx"}
 _INPUTS = ("input_scale", "activation_scale")
-_ASIDE = ("weight_shape", "input_zero_point", *_INPUTS)
+_ASIDE = ("weight_shape", "input_zero_point", "input_global_scale", *_INPUTS)
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale", "prob_output_scale")
 """Scales of a quantized cache, which are ignored."""
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)  # positions in a word of the values of eight outputs
 _FLOAT8 = torch.float8_e4m3fn
 _BYTES = (torch.int8, _FLOAT8)
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the first eight of the 4-bit values; the others are their negatives
 _NO_SCALE = 255  # NaN
 
 
@@ -81,7 +97,7 @@ def _parts(packing: Packing) -> tuple[str, ...]:
     if layout == EXPERTS:
         return _BODY[layout], *_SCALES[layout]
     order = (_ORDERS[layout],) if layout in _ORDERS else ()
-    return (_BODY[layout], *_SCALES[layout], _ZEROS[layout], *order, *_ASIDE)
+    return (_BODY[layout], *_SCALES[layout], (_ZEROS | _FACTORS)[layout], *order, *_ASIDE)
 
 
 def is_packed(packing: Packing, names: Sequence[str]) -> bool:
@@ -93,6 +109,8 @@ def shape_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return outputs and inputs of a stored layer."""
     body, per_word = parts[_BODY[packing.layout]], 32 // packing.bits
     rows, columns = body.shape
+    if packing.small_floats:
+        return rows, 2 * columns
     if packing.layout == AWQ:
         return columns * per_word, rows
     if packing.layout == GPTQ:
@@ -111,7 +129,9 @@ def dense(packing: Packing, parts: Mapping[str, Tensor]) -> Tensor:
     Raises ModelLoadError for inconsistent parts.
     """
     if packing.layout == EXPERTS:
-        return _experts(_part(parts, _BODY[EXPERTS]), _part(parts, _SCALES[EXPERTS][0]))
+        return _experts(*small_floats_of(packing, parts))
+    if packing.small_floats:
+        return floats_of(*small_floats_of(packing, parts))
     shape = shape_of(packing, parts)
     scales = _scales(packing, parts, shape)
     values, order = _values(packing, parts, shape), _order(packing, parts, shape)
@@ -176,25 +196,40 @@ def blocks_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Te
     return None if any(size % step for size, step in zip(shape, packing.block, strict=True)) else (values, scales)
 
 
-def _experts(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Unpack experts to [experts, in, out], one expert at a time because intermediates are many times as large.
+def small_floats_of(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return values [out, in / 2] uint8 and scales [out, groups] float32 of a `FloatWeight`; of EXPERTS
+    [experts, out, ...], the scales e8m0.
 
-    blocks [experts, out, groups, bytes] uint8, the lower four bits first; scales [experts, out, groups] uint8, each a
-    power of two.
+    Only for `packing.small_floats`. Raises ModelLoadError like `dense`.
     """
-    blocks, scales = _typed(blocks, torch.uint8, "values"), _typed(scales, torch.uint8, "scales")
+    if packing.layout == EXPERTS:
+        return _small_floats_of_experts(parts)
+    values, factor = _typed(parts[_BODY[packing.layout]], torch.uint8, "values"), _part(parts, _FACTORS[packing.layout])
+    if factor.numel() != 1:
+        raise ModelLoadError(f"the scale of all values {list(factor.shape)} is not one number")
+    scales, whole = _scales(packing, parts, shape_of(packing, parts)), factor.float().reshape(())
+    scales = scales * whole if packing.layout == NVFP4 else scales / whole
+    if not bool(scales.isfinite().all()):
+        raise ModelLoadError("some scales are not finite")
+    return values, scales
+
+
+def _small_floats_of_experts(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    blocks = _typed(_part(parts, _BODY[EXPERTS]), torch.uint8, "values")
+    scales = _typed(_part(parts, _SCALES[EXPERTS][0]), torch.uint8, "scales")
     if blocks.dim() != 4 or blocks.shape[-1] != MX_GROUP // 2 or scales.shape != blocks.shape[:-1]:
         raise ModelLoadError(f"scales {list(scales.shape)} for blocks {list(blocks.shape)}")
     if bool((scales == _NO_SCALE).any()):
         raise ModelLoadError("some scales are not finite")
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=blocks.device)
-    powers = torch.tensor([2.0 ** (exponent - 127) for exponent in range(_NO_SCALE)], device=blocks.device)
-    count, outputs, groups, _ = blocks.shape
-    weight = torch.empty(count, groups * MX_GROUP, outputs, dtype=torch.bfloat16, device=blocks.device)
-    for expert, bits, scale in zip(weight, blocks, scales, strict=True):
-        pairs = torch.stack((bits & 15, bits >> 4), -1).flatten(-2)
-        products = values[pairs.int()] * powers[scale.int()].unsqueeze(-1)  # exact in float32, and in bfloat16
-        expert.copy_(products.flatten(1).t())
+    return blocks.flatten(2), scales.view(torch.float8_e8m0fnu)
+
+
+def _experts(values: Tensor, scales: Tensor) -> Tensor:
+    """Unpack experts to [experts, in, out], one expert at a time because intermediates are many times as large."""
+    count, outputs, groups = scales.shape
+    weight = torch.empty(count, groups * MX_GROUP, outputs, dtype=torch.bfloat16, device=values.device)
+    for expert, bits, scale in zip(weight, values, scales, strict=True):
+        expert.copy_(floats_of(bits, scale.float()).t())  # exact in float32, and in bfloat16
     return weight
 
 
@@ -308,6 +343,7 @@ def load_weights(
     make: MakeLinear = make_linear,
     gather: Gather = ResidentLayers,
     stored: bool = False,
+    experts: MakeExperts | None = None,
 ) -> ModelWeights:
     """Load the checkpoint in `folder`, or create random weights of its shape with `load_format` "dummy".
 
@@ -315,6 +351,7 @@ def load_weights(
         dtype: Type of the weights; "auto": the type of the checkpoint.
         load_format: "auto" or "dummy".
         stored: Whether layers stored in 8 or 4 bits compute with these bits.
+        experts: Makes the layers of experts from these bits; None: they are unpacked.
 
     Raises:
         ModelLoadError: One line that names the missing or wrong tensor or file.
@@ -325,7 +362,7 @@ def load_weights(
         if load_format == "dummy":
             return build_weights(spec, DummyTensors(0, kind, target), make, gather)
         with Checkpoint(folder, kind, target, spec.packing, stored=stored) as checkpoint:
-            weights = build_weights(spec, checkpoint, make, gather)
+            weights = build_weights(spec, checkpoint, make, gather, experts)
             copies = tuple(f"{name}.weight" for name in family_named(spec.family).names.head)
             checkpoint.check_all_used(tied_copies=copies if spec.tie_word_embeddings else ())
         if weights.layers.streamed:
@@ -439,6 +476,11 @@ class Checkpoint:
         """See TensorSource."""
         if not self._bytes or not self._stored(name):
             return None
+        if self._packing is not None and self._packing.small_floats:
+            values, scales = (each.flatten(0, -2) for each in self._unpack(name, small_floats_of))
+            self._rows(name, (len(values), 2 * values.shape[1]), shape)
+            scales = scales if scales.dtype.itemsize == 1 else scales.to(self._dtype)
+            return FloatWeight(values, scales, self._dtype)
         if self._packing is not None and self._packing.nibbles:
             parts = self._unpack(name, nibbles_of)
             if parts is None:

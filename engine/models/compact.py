@@ -174,7 +174,8 @@ _OUTPUTS, _DEPTH = 8, 16  # of a tile: outputs, and inputs per inner tile
 BLOCK = 128
 """Outputs and inputs of a block that a product takes."""
 _ROUNDED_TOLERANCE = 0.1  # where both sides are rounded to 3 bits of mantissa: 0.036 for random numbers
-_TOLERANCE = 3e-2  # of a product, relative to the root mean square of the results
+TOLERANCE = 3e-2
+"""Largest error of a product, relative to the root mean square of the results."""
 
 
 class TiledWeight(NamedTuple):
@@ -351,6 +352,7 @@ def make_compact(
     *,
     tiles: Tiles | None = None,
     blocks: Blocks | None = None,
+    library: Callable[[AnyWeight, Tensor | None], Linear | None] = lambda _weight, _bias: None,
     rounding: Rounding = BY_TORCH,
     group: int = 0,
     head: bool = False,
@@ -358,12 +360,14 @@ def make_compact(
 ) -> Linear:
     """Make a layer on the bits of a checkpoint (a MakeLinear); other weights stay as they are.
 
-    `tiles` and `blocks` are operators that have passed `check`. `group`: weights are random, and are rounded to 4 bits
-    in such groups.
+    `tiles` and `blocks` are operators that have passed `check`; `library`: `engine.models.humming.make_kept`.
+    `group`: weights are random, and are rounded to 4 bits in such groups.
     """
     del gated
     if group and not head and isinstance(weight, Tensor) and (size := group_of(weight.shape[1], group)):
         weight = pack_weight(weight, size)
+    if (layer := library(weight, bias)) is not None:
+        return layer
     if isinstance(weight, BlockWeight):
         product = blocks.product if blocks is not None and blocks.takes(weight) else None
         return CompactLinear(weight, bias, product)
@@ -372,7 +376,9 @@ def make_compact(
         if tiles is None or tiled is None:
             return CompactLinear(weight, bias)
         return CompactLinear(tiled, bias, tiles.product, FEW_ROWS, tiles.unpacked)
-    return make_linear(weight, bias) if isinstance(weight, Tensor) else make_float8(weight, bias, rounding=rounding)
+    if isinstance(weight, RoundedWeight):
+        return make_float8(weight, bias, rounding=rounding)
+    return make_linear(weight, bias)
 
 
 def check(
@@ -398,17 +404,17 @@ def check(
                 return "values are lost in tiles of 4 bits"
             if not torch.equal(tiles.unpacked(weight), weight.unpacked()):
                 return "unpacks other values"
-            error = max(_error(tiles.product(weight, each), each, packed.unpacked()) for each in batches)
+            error = max(error_of(tiles.product(weight, each), each, packed.unpacked()) for each in batches)
         elif make is not None:
-            error = max(_error(make(dense)(each), each, dense) for each in batches)
+            error = max(error_of(make(dense)(each), each, dense) for each in batches)
             return "" if error <= _ROUNDED_TOLERANCE else f"differs from unpacked weights by {error:.2g}"
         else:
             assert blocks is not None, "nothing to compare"
             block = block_weight(dense)
-            error = max(_error(blocks.product(block, each), each, block.unpacked()) for each in batches)
+            error = max(error_of(blocks.product(block, each), each, block.unpacked()) for each in batches)
     except Exception as raised:  # of torch, its libraries, or the driver
         return f"raised {type(raised).__name__}: {str(raised).strip().partition(chr(10))[0][:200]}"
-    return "" if error <= _TOLERANCE else f"differs from unpacked weights by {error:.2g}"
+    return "" if error <= TOLERANCE else f"differs from unpacked weights by {error:.2g}"
 
 
 def block_weight(weight: Tensor) -> BlockWeight:
@@ -420,6 +426,7 @@ def block_weight(weight: Tensor) -> BlockWeight:
     return BlockWeight.of(values, scales, (BLOCK, BLOCK), weight.dtype)
 
 
-def _error(found: Tensor, x: Tensor, dense: Tensor) -> float:
+def error_of(found: Tensor, x: Tensor, dense: Tensor) -> float:
+    """Return the error of a product [T, n] of x [T, k] and a weight [n, k]; infinite if it is not finite."""
     expected = x.float() @ dense.float().t()
     return float(((found.float() - expected).square().mean() / expected.square().mean()).sqrt().nan_to_num(torch.inf))

@@ -152,18 +152,14 @@ class Decoder:
         """Return the weighted sum of each token's experts, without waiting for the device."""
         sizes, ops = self.spec.experts, self._ops if self._fuses else experts
         assert sizes is not None and isinstance(x, Tensor), "experts have inputs of the model's type"
-        (up, up_bias), (down, down_bias) = (
-            (weight.view(sizes.total, -1, weight.shape[1]), None if bias is None else bias.view(sizes.total, -1))
-            for weight, bias in (each.dense_from(0) for each in (layer.up, layer.down))
-        )
         routed = ops.route_experts(router(x), sizes)
-        wide = ops.grouped_product(x, up, routed.ends, routed.tokens)
+        wide, up_bias = experts.product(layer.up, x, routed, ops.grouped_product, routed.tokens)
         if sizes.clamp is None:
             assert up_bias is None, "only clamped gates add a bias"
             inner = self._activation(wide)
         else:
             inner = ops.clamped_swiglu(wide, up_bias, routed.numbers, sizes.clamp)
-        summed: Tensor = ops.sum_experts(ops.grouped_product(inner, down, routed.ends), down_bias, routed)
+        summed: Tensor = ops.sum_experts(*experts.product(layer.down, inner, routed, ops.grouped_product), routed)
         return summed
 
     def _add_norm(

@@ -1,8 +1,8 @@
 """Mixtures of experts. Rows are sorted by expert, so that each expert is computed once for all its rows.
 
-Native families on a GPU multiply the stacked weights in one grouped product, without a wait for the device. On a CPU
-the experts of transformers modules are replaced (`replace_experts`): each has linear layers of its own, and only those
-with rows run.
+Native families on a GPU multiply the stacked weights in one grouped product, of ours, of torch or of
+`engine.models.humming`, without a wait for the device. On a CPU the experts of transformers modules are replaced
+(`replace_experts`): each has linear layers of its own, and only those with rows run.
 """
 
 import logging
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.models.humming import ExpertsLinear
 from engine.models.linear import Linear, MakeLinear
 from engine.models.spec import ExpertSizes
 
@@ -61,6 +62,26 @@ def route_experts(logits: Tensor, sizes: ExpertSizes) -> Routing:
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, tokens: Tensor | None = None) -> Tensor:
     """Return [R, out], each group of rows of x, or of rows `tokens` of x, times its weight of [experts, out, in]."""
     return functional.grouped_mm(x if tokens is None else x.index_select(0, tokens), weight.mT, offs=ends)
+
+
+def product(
+    layer: Linear,
+    x: Tensor,
+    routed: Routing,
+    grouped: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the product [R, out] of a layer of all experts, and its bias [experts, out].
+
+    x [R, in], or [T, in] with the token of each row; `grouped` multiplies weights that are not in few bits.
+    """
+    if isinstance(layer, ExpertsLinear):
+        found = layer.by_expert(x if tokens is None else x.index_select(0, tokens), routed.ends)
+        bias = layer.bias
+    else:
+        weight, bias = layer.dense_from(0)
+        found = grouped(x, weight.view(len(routed.ends), -1, weight.shape[1]), routed.ends, tokens)
+    return found, None if bias is None else bias.view(len(routed.ends), -1)
 
 
 def clamped_swiglu(x: Tensor, bias: Tensor, numbers: Tensor, clamp: tuple[float, float]) -> Tensor:

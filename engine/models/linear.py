@@ -9,6 +9,7 @@ from torch.nn import functional
 from engine.models.quantized import (
     GROUP,
     BlockWeight,
+    FloatWeight,
     Int4Linear,
     PackedWeight,
     RoundedWeight,
@@ -100,7 +101,7 @@ def make_linear(weight: AnyWeight, bias: Tensor | None = None, **_gated: bool) -
     """Make a torch layer for `weight [out, in]`, which it refers to, and `bias [out]` (a MakeLinear)."""
     if isinstance(weight, PackedWeight):
         return Int4Linear(weight, bias)
-    if isinstance(weight, BlockWeight):
+    if isinstance(weight, BlockWeight | FloatWeight):
         return PlainLinear(weight.unpacked(), bias)
     return make_quantized(weight, bias) if isinstance(weight, RoundedWeight) else PlainLinear(weight, bias)
 

@@ -11,9 +11,10 @@ from typing import Any
 from engine.errors import ModelLoadError
 
 WORDS, AWQ, GPTQ, SCALED, EXPERTS = "words", "awq", "gptq", "scaled", "experts"
+NVFP4, NVFP4_WORDS = "nvfp4", "nvfp4 words"
 MX_GROUP = 32
 """Number of MXFP4 values that share a power of two."""
-SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
+SETTINGS_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Files that hold the settings of quantized layers if config.json does not."""
 _WORD = 32  # bits
 _INACTIVE = ("none", "dense", "", None)
@@ -25,8 +26,9 @@ class Packing:
 
     Attributes:
         layout: WORDS (compressed-tensors: integers in words along the inputs), AWQ or GPTQ (words, and scales [groups,
-            outputs]), SCALED (one byte per value), or EXPERTS (MXFP4: all experts of a layer in one tensor, two values
-            per byte, each group with a power of two).
+            outputs]), SCALED (one byte per value), EXPERTS (MXFP4: all experts of a layer in one tensor, two values
+            per byte, each group with a power of two), or NVFP4 (two values per byte, a scale of 8 bits for each group
+            and a factor for all) by the names of modelopt or, NVFP4_WORDS, of compressed-tensors.
         block: Number of outputs and of inputs that share a scale; 0: all.
         shift: Added to stored zero points.
         integers: Made for products of 8-bit integers, with one scale per output.
@@ -54,12 +56,17 @@ class Packing:
     def nibbles(self) -> bool:
         """Whether layers can compute with the stored 4 bits."""
         groups = self.block[0] == 1 and self.block[1] % MX_GROUP == 0
-        return self.bits == 4 and self.layout != EXPERTS and groups and not self.shuffled
+        return self.bits == 4 and not self.small_floats and groups and not self.shuffled
+
+    @property
+    def small_floats(self) -> bool:
+        """Whether values are 4-bit floats (e2m1), with a scale per output and group of inputs."""
+        return self.layout in (EXPERTS, NVFP4, NVFP4_WORDS)
 
     @property
     def computes(self) -> bool:
         """Whether some layers can compute with the stored bits."""
-        return self.integers or self.floats or self.nibbles or self.blocks
+        return self.integers or self.floats or self.nibbles or self.blocks or self.small_floats
 
     def check(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
         """Raise ModelLoadError if layers of these widths cannot be divided into groups or words."""
@@ -89,6 +96,8 @@ def packing_from_config(config: Mapping[str, Any]) -> Packing | None:
 
 def settings_beside(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the content of a file of SETTINGS_FILES as a `quantization_config`; AWQ and GPTQ tools omit the method."""
+    if isinstance(given.get("quantization"), Mapping):
+        return {"quant_method": "modelopt", **given}
     method = "awq" if given.keys() & {"w_bit", "q_group_size", "zero_point"} else "gptq"
     return {"quant_method": method, "group_size": given.get("q_group_size"), **given}
 
@@ -129,6 +138,15 @@ def _fp8(given: Mapping[str, Any]) -> Packing:
     return Packing(f"FP8 in blocks of {pair[0]}x{pair[1]}", SCALED, 8, pair, in_float=True, blocks=True)
 
 
+def _modelopt(given: Mapping[str, Any]) -> Packing:
+    found: Mapping[str, Any] = given["quantization"] if isinstance(given.get("quantization"), Mapping) else given
+    kind = str(found.get("quant_algo"))
+    if kind == "FP8":
+        return Packing("modelopt FP8", SCALED, 8, (0, 0), in_float=True, floats=True, static=True)
+    _require("modelopt", kind == "NVFP4", f"quant_algo {kind!r}", "FP8, NVFP4")
+    return Packing("modelopt NVFP4", NVFP4, 4, _group("modelopt", _integer("modelopt", found, "group_size", 16)))
+
+
 def _mxfp4(_given: Mapping[str, Any]) -> Packing:
     return Packing("MXFP4", EXPERTS, 4, (1, MX_GROUP))
 
@@ -147,12 +165,16 @@ def _compressed(given: Mapping[str, Any]) -> Packing:
             raise ModelLoadError(f"{method} with a {extra} is not supported")
     scheme = first["weights"]
     bits, kind = _integer(method, scheme, "num_bits"), str(scheme.get("type") or "int")
+    if stored == "nvfp4-pack-quantized":
+        _require(method, (kind, bits) == ("float", 4), f"{kind}{bits} in {stored}", "float4")
+        return Packing(f"{method} NVFP4", NVFP4_WORDS, 4, _group(method, _integer(method, scheme, "group_size", 16)))
     if stored == "pack-quantized":
         _require(method, kind == "int" and bits in (4, 8), f"{kind}{bits} in pack-quantized", "int4, int8")
         layout = WORDS
     else:
-        known = stored in ("int-quantized", "float-quantized", "naive-quantized")
-        _require(method, known, f"format {stored!r}", "pack-quantized, int-quantized, float-quantized, naive-quantized")
+        others = ("int-quantized", "float-quantized", "naive-quantized")
+        read = ", ".join(("pack-quantized", *others, "nvfp4-pack-quantized"))
+        _require(method, stored in others, f"format {stored!r}", read)
         _require(method, bits == 8, f"{kind} of {bits} bits in {stored}", "8")
         layout = SCALED
     block = _strategy(scheme)
@@ -189,6 +211,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
     "awq": _awq,
     "gptq": _gptq,
     "fp8": _fp8,
+    "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed,
 }

@@ -145,7 +145,61 @@ class BlockWeight(NamedTuple):
         return self._replace(values=data.view(self.values.dtype).view(self.values.shape))
 
 
-StoredWeight = RoundedWeight | PackedWeight | BlockWeight
+class FloatWeight(NamedTuple):
+    """A weight in 4-bit floats (e2m1), with a scale per output and group of inputs.
+
+    Attributes:
+        values: [n, k / 2] uint8, the first of two inputs in the lower bits.
+        scales: [n, groups] e8m0 (powers of two), or of a floating type.
+        dtype: Type of a layer's inputs and outputs.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Number of inputs that share a scale."""
+        return 2 * self.values.shape[1] // self.scales.shape[1]
+
+    @classmethod
+    def stacked(cls, parts: Sequence["FloatWeight"]) -> "FloatWeight":
+        """Stack weights along their outputs."""
+        return parts[0]._replace(
+            values=torch.cat([each.values for each in parts]), scales=torch.cat([each.scales for each in parts])
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.values), 2 * self.values.shape[1]
+
+    def dense(self) -> Tensor:
+        """Return the weight [n, k] float32."""
+        return floats_of(self.values, self.scales.float())
+
+    def unpacked(self) -> Tensor:
+        """Return the weight [n, k] of its type."""
+        return self.dense().to(self.dtype)
+
+    def data(self) -> Tensor:
+        return as_bytes(self.values)
+
+    def on(self, data: Tensor) -> "FloatWeight":
+        return self._replace(values=data.view(self.values.shape))
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the first eight of the 4-bit values; the others are their negatives
+
+
+def floats_of(values: Tensor, scales: Tensor) -> Tensor:
+    """Return the products [n, k] float32 of values [n, k / 2] as in FloatWeight and scales [n, groups] float32."""
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=values.device)
+    pairs = torch.stack((values & 15, values >> 4), -1).int()
+    return table[pairs].view(*scales.shape, -1).mul_(scales.unsqueeze(-1)).flatten(-2)
+
+
+StoredWeight = RoundedWeight | PackedWeight | BlockWeight | FloatWeight
 
 
 def group_of(inputs: int, stored: int = 0) -> int | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.errors import ModelLoadError, StreamingError
 from engine.models.families import TensorNames, family_named
 from engine.models.linear import AbsentLinear, AnyWeight, Linear, MakeLinear, PlainLinear, make_linear
-from engine.models.quantized import BlockWeight, PackedWeight, RoundedWeight, StoredWeight
+from engine.models.quantized import BlockWeight, FloatWeight, PackedWeight, RoundedWeight, StoredWeight
 from engine.models.spec import ModelSpec
 
 
@@ -188,14 +188,22 @@ class DummyTensors:
         return None
 
 
+MakeExperts = Callable[[AnyWeight, Tensor | None, int], Linear]
+"""(weights of all experts [experts * out, in] on their stored bits, biases [experts * out], experts) -> layer."""
+
+
 def build_weights(
     spec: ModelSpec,
     source: TensorSource,
     make: MakeLinear = make_linear,
     gather: Gather = ResidentLayers,
+    experts: MakeExperts | None = None,
 ) -> ModelWeights:
-    """Fetch, stack and pack all tensors, one layer at a time; `gather` collects the layers. Raises ModelLoadError."""
-    return _Builder(spec, source, make).model(gather)
+    """Fetch, stack and pack all tensors, one layer at a time; `gather` collects the layers. Raises ModelLoadError.
+
+    `experts`: as of `load_weights`.
+    """
+    return _Builder(spec, source, make, experts).model(gather)
 
 
 def build_layers(
@@ -208,10 +216,12 @@ def build_layers(
 class _Builder:
     """Fetches tensors by a family's names in the order in which the model runs."""
 
-    def __init__(self, spec: ModelSpec, source: TensorSource, make: MakeLinear) -> None:
+    def __init__(
+        self, spec: ModelSpec, source: TensorSource, make: MakeLinear, experts: MakeExperts | None = None
+    ) -> None:
         self._spec = spec
         self._source = source
-        self._make = make
+        self._make, self._make_experts = make, experts
         self._names: TensorNames = family_named(spec.family).names
         self._prefix = self._first_prefix()
 
@@ -234,7 +244,9 @@ class _Builder:
         hidden, ffn = spec.hidden_size, spec.intermediate_size
         qkv_sizes = split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
         up_sizes = split_over(names.up, (ffn, ffn) if spec.gated_mlp else (ffn,))
-        if spec.experts is not None:
+        if spec.experts is not None and self._make_experts is not None:
+            up, down = (self._make_experts(*each, spec.experts.total) for each in self._stored_experts(prefix))
+        elif spec.experts is not None:
             up, down = (
                 self._make(part.flatten(0, 1), None if bias is None else bias.flatten())
                 for part, bias in stacked_experts(spec, self._source, prefix)
@@ -286,6 +298,9 @@ class _Builder:
         blocks = [each for each in stored if isinstance(each, BlockWeight)]
         if len(blocks) == len(modules) and stack is _stack:
             return BlockWeight.stacked(blocks)
+        floats = [each for each in stored if isinstance(each, FloatWeight)]
+        if len(floats) == len(modules) and stack is _stack:
+            return FloatWeight.stacked(floats)
         if len(found) < len(modules):
             return stack([self._source.fetch(*each) for each in modules])
         values, scales = stack([each.values for each in found]), stack([each.scales for each in found])
@@ -293,6 +308,28 @@ class _Builder:
         # Fused modules share one scale of inputs; the largest avoids clipping if they differ.
         inputs = torch.stack(given).amax(0) if len(given) == len(found) else None
         return RoundedWeight(values, scales, found[0].dtype, inputs)
+
+    def _stored_experts(self, prefix: str) -> Iterator[tuple[AnyWeight, Tensor | None]]:
+        """Yield the weights [experts * out, in] and biases [experts * out] of gate and up, then of down."""
+        names, sizes, hidden = family_named(self._spec.family).experts, self._spec.experts, self._spec.hidden_size
+        assert names is not None and sizes is not None, "a family with experts"
+        if not names.fused:
+            modules = [f"{prefix}{names.experts}.{index}.{{}}.weight" for index in range(sizes.total)]
+            inside, outside = (sizes.width, hidden), (hidden, sizes.width)
+            yield (
+                self._weight([(each.format(part), inside) for each in modules for part in names.parts[:2]], _stack),
+                None,
+            )
+            yield self._weight([(each.format(names.parts[2]), outside) for each in modules], _stack), None
+            return
+        for part, (n, k) in zip(names.parts, ((2 * sizes.width, hidden), (hidden, sizes.width)), strict=True):
+            name = f"{prefix}{names.experts}.{part}"
+            weight = self._source.fetch_bytes(name, (sizes.total * n, k))
+            assert isinstance(weight, FloatWeight), "experts of one tensor are stored in 4-bit floats"
+            tensors = [weight.values, weight.scales, self._source.fetch(f"{name}_bias", (sizes.total, n))]
+            if part == names.parts[0]:
+                tensors = [apart(each.view(sizes.total, n, -1)).flatten(0, 1) for each in tensors]
+            yield weight._replace(values=tensors[0], scales=tensors[1]), tensors[2].flatten()
 
     def _norm(self, module: str) -> Norm:
         shape = (self._spec.hidden_size,)
@@ -371,14 +408,18 @@ def stacked_experts(
             for part, shape in zip(names.parts, ((hidden, 2 * sizes.width), (sizes.width, hidden)), strict=True)
             for name in (f"{prefix}{names.experts}.{part}",)
         )
-        weight, bias = (torch.cat((each[:, ::2], each[:, 1::2]), 1) for each in (alternating, alternating_bias))
-        return (weight, bias), (down_weight.contiguous(), down_bias)
+        return (apart(alternating), apart(alternating_bias)), (down_weight.contiguous(), down_bias)
     inside, outside, ups, downs = (sizes.width, hidden), (hidden, sizes.width), list[Tensor](), list[Tensor]()
     for index in range(sizes.total):
         gate, up, down = (f"{prefix}{names.experts}.{index}.{part}.weight" for part in names.parts)
         ups.append(torch.cat((source.fetch(gate, inside), source.fetch(up, inside))))
         downs.append(source.fetch(down, outside))
     return (torch.stack(ups), None), (torch.stack(downs), None)
+
+
+def apart(alternating: Tensor) -> Tensor:
+    """Reorder alternating outputs of gate and up [experts, 2 * width, ...]: those of the gate first."""
+    return torch.cat((alternating[:, ::2], alternating[:, 1::2]), 1)
 
 
 def straighten(spec: ModelSpec, fused: Tensor) -> Tensor:

@@ -91,8 +91,10 @@ def _planned(plan: Any) -> frames.Planned:
 def build(config: EngineConfig, planned: Plan) -> Engine:
     """Build the engine that `tidemill serve` runs. Raise ConfigError."""
     openmp.announce(config, say)
-    with contextlib.suppress(ConfigError):  # beside the profiles, so that a container keeps both
-        os.environ.setdefault("TRITON_CACHE_DIR", str(user_folder("cache", "--profile-dir") / "triton"))
+    with contextlib.suppress(ConfigError):  # beside the profiles, so that a container keeps them
+        for compiler in ("triton", "humming"):
+            folder = user_folder("cache", "--profile-dir") / compiler
+            os.environ.setdefault(f"{compiler.upper()}_CACHE_DIR", str(folder))
     module: Any = importlib.import_module("engine.build")  # imports torch
     plan = module.plan_launch(config)
     planned(_planned(plan))

@@ -33,7 +33,7 @@ from engine.execution.runner import Runner
 from engine.execution.stages import PipelineRunner
 from engine.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 from engine.machine.facts import BUS_RATE, cuda_devices, cuda_driver, host_engines
-from engine.models import compact
+from engine.models import compact, humming
 from engine.models.checkpoint import load_layers
 from engine.models.compact import BLOCK, Blocks, Tiles, check, make_compact
 from engine.models.decoder import Decoder
@@ -134,6 +134,19 @@ class CudaBackend(Backend):
         )
         return packing.blocks and needed
 
+    def has_library(self) -> bool:
+        return humming.is_usable() and torch.cuda.get_device_capability() >= _OLDEST_ARCH
+
+    def library_fault(self, plan: LaunchPlan, say: Callable[[str], None]) -> str:
+        """See Backend."""
+        packing = plan.spec.packing
+        if not plan.library or packing is None:
+            return ""
+        say("checking products of humming-kernels; the first time they are compiled, for up to some minutes")
+        shapes = memory.stored_shapes(plan.own, library=True)
+        fault = humming.trial(packing, shapes, torch.device(plan.device))
+        return fault and f"the product of {plan.quantization} layers by humming-kernels {fault}"
+
     def choose_dtype(self, spec: ModelShape, _config: EngineConfig) -> tuple[str, str | None]:
         if spec.dtype == "bfloat16" and torch.cuda.get_device_capability() < _OLDEST_ARCH:
             return "float16", "float16 instead of bfloat16, for which this GPU has no fast instructions"
@@ -184,6 +197,7 @@ class CudaBackend(Backend):
 
     def fingerprint(self, plan: LaunchPlan) -> str:
         how = ("" if plan.graphs else ", without graphs") + "".join(f", torch's {name}" for name in plan.twins)
+        how += ", humming-kernels" if plan.library else ""
         return torch.cuda.get_device_name() + (how if plan.by_kernels else ", torch operators")
 
     def padding(self, plan: LaunchPlan) -> Padding:
@@ -191,7 +205,8 @@ class CudaBackend(Backend):
             return NO_PADDING  # transformers modules and torch operators run every step unpadded
         limits = plan.limits
         decode, mixed = decode_buckets(limits.max_num_seqs), mixed_buckets(limits.max_num_batched_tokens)
-        return Padding(tuple(decode), tuple(mixed), compact.FEW_ROWS if plan.quantization == NIBBLES else 0)
+        jump = compact.FEW_ROWS if plan.quantization == NIBBLES and not plan.library else 0
+        return Padding(tuple(decode), tuple(mixed), jump)
 
     def prepare(
         self, config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]
@@ -296,14 +311,15 @@ class CudaBackend(Backend):
 
 def _compact(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> tuple[LaunchPlan, MakeLinear]:
     """Return the plan, and a maker of layers on the stored bits whose operators have been compared on this device."""
-    rounding, group = _rounding(by_kernels=plan.by_kernels), 0
+    rounding = _rounding(by_kernels=plan.by_kernels)
+    group = plan.rounded_group(config.load_format) if config.load_format == "dummy" else 0
+    if plan.library:
+        return plan, partial(make_compact, rounding=rounding, group=group, library=humming.make_kept)
     unpack = None
     if plan.by_kernels and launch_refusal() is None:
         unpack = importlib.import_module("engine.triton_kernels.norms").unpack_tiles
     tiles = {"tiles": Tiles(unpack=unpack)}
     given: dict[str, Any] = {"blocks": Blocks(rounding)} if plan.quantization == BLOCKS else tiles
-    if config.load_format == "dummy":
-        group = plan.rounded_group(config.load_format)
     if fault := check(torch.device(plan.device), **given) if plan.by_kernels else "is not used (--kernels torch)":
         line = f"the product of {plan.quantization} layers {fault}; each call unpacks their weights"
         say(line)
