@@ -214,7 +214,7 @@ def _largest_error(packing: Packing, n: int, k: int, experts: int, device: torch
         chosen = some[torch.randint(3, (rows,), generator=numbers, device=device)].sort().values
         every = torch.arange(experts, device=device)
         found = kept.by_expert(x, (chosen[:, None] == every).sum(0).cumsum(0, dtype=torch.int32))
-        for expert in chosen.unique().tolist():
+        for expert in sorted(set(chosen.tolist())):
             here = chosen == expert
             errors.append(error_of(found[here], x[here], parts[expert].dense()))
     return max(errors)
