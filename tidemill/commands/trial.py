@@ -24,7 +24,7 @@ _SAMPLE = r"^tidemill_{} (\S+)$"
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class Reading:
     """Counters of the server at one time; times in seconds."""
 
     at: float
@@ -63,9 +63,9 @@ class Trial:
         if self.failures:
             self.show(f"{len(self.failures)} chats failed: {self.failures[0]}")
 
-    def _part(self, model: str, seconds: float, batch: str | None) -> Counters:
+    def _part(self, model: str, seconds: float, batch: str | None) -> Reading:
         """Send chats at an even rate, and return how much the counters have grown."""
-        start, chats = self._counters(), list[threading.Thread]()
+        start, chats = self._reading(), list[threading.Thread]()
         while (passed := time.monotonic() - start.at) < seconds:
             if len(chats) <= passed * self.rate:
                 question = QUESTIONS[len(chats) % len(QUESTIONS)]
@@ -78,14 +78,14 @@ class Trial:
                     end="",
                     file=sys.stderr,
                 )
-        end = self._counters()
+        end = self._reading()
         for chat in chats:
             chat.join(timeout=60.0)
         time.sleep(min(SETTLE_SECONDS, self.seconds / 10))
-        judged = self._counters()
+        judged = self._reading()
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr)
-        return Counters(end.at - start.at, judged.good - start.good, judged.bad - start.bad, end.busy - start.busy)
+        return Reading(end.at - start.at, judged.good - start.good, judged.bad - start.bad, end.busy - start.busy)
 
     def _chat(self, model: str, question: str) -> None:
         try:
@@ -94,7 +94,7 @@ class Trial:
         except ChatError as error:
             self.failures.append(str(error))
 
-    def _counters(self) -> Counters:
+    def _reading(self) -> Reading:
         page = self.client.metrics()
 
         def value(name: str) -> float:
@@ -102,7 +102,7 @@ class Trial:
 
         good, bad = (value(rf'slo_requests_total{{good="{each}"}}') for each in ("true", "false"))
         engines = max(1, len(re.findall(r"^tidemill_engine_ready\{", page, re.MULTILINE)))
-        return Counters(time.monotonic(), good, bad, value("step_seconds") / engines)
+        return Reading(time.monotonic(), good, bad, value("step_seconds") / engines)
 
     def _submit(self, model: str) -> str:
         with tempfile.TemporaryDirectory(prefix="tidemill-") as folder:
@@ -124,6 +124,6 @@ class Trial:
         return str(batch["id"])
 
 
-def _kept(grown: Counters) -> str:
+def _kept(grown: Reading) -> str:
     judged = grown.good + grown.bad
     return f"{grown.good / judged:.0%} of {judged:.0f} in time" if judged else "none was judged"
