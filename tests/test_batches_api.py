@@ -442,7 +442,9 @@ async def test_a_step_that_fails_under_a_line_is_an_error_row(tokenizer: Tokeniz
     async with batch_server(tokenizer, tmp_path, script) as (_, client):
         batch = await until(client, (await submit(client, jsonl([line(i) for i in range(3)]))).id)
         _, errors = await check_ended(client, batch, ["id-0", "id-1", "id-2"])
-        assert set(errors) == {"id-0"} and errors["id-0"]["response"]["status_code"] == 500
+        response = errors.pop("id-0")["response"]
+        assert not errors and response["status_code"] == 500
+        assert response["body"]["error"]["code"] == "engine_error"
 
 
 async def test_lines_that_an_engine_lost_run_again(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -100,6 +100,12 @@ def test_a_token_split_by_a_stop_string_counts() -> None:
     assert sum(delta.num_tokens for delta in deltas) == 1
 
 
+def test_min_tokens_delays_stop_strings() -> None:
+    stream = OutputTextStream(load("byte_level"), stop=("ab",), min_tokens=3)
+    delta = stream.push(letters("ababab"))
+    assert (delta.text, delta.stop, delta.num_tokens) == ("abab"[:3] + "b", "ab", 4)
+
+
 def test_special_tokens_add_no_text_but_count() -> None:
     tokenizer = load("byte_level")
     end = tokenizer.encode("<|im_end|>")
