@@ -21,7 +21,7 @@ from gateway.batch.run import BatchRun, LineSizes, by_deadline
 from gateway.http.errors import log_unexpected
 from gateway.store.objects import BatchJob, Usage
 
-HALF_LIFE = 3600.0
+HALF_LIFE = 7200.0
 """Half-life of the measured rate, in seconds with batch work."""
 LEAST_SEEN = 2.0
 """Seconds of batch work before the rate is known."""
@@ -33,7 +33,7 @@ FIRST_PROMPT_TOKENS_PER_BYTE, FIRST_OUTPUT_TOKENS, FIRST_LINE_BYTES = 0.25, 64.0
 """Assumptions before the first line has finished."""
 LEAST_LINES = 8
 """Finished lines of a batch from which only its own token counts are used."""
-SPREAD, LEAST_SPREAD = 0.1, 15.0
+SPREAD, LEAST_SPREAD = 0.115, 15.0
 """Distance of the ends of a new range from the expected end: a share of the time left, and at least these seconds."""
 SHRINK = 2.0
 """A range is narrowed when it is wider than a new one by this factor."""
