@@ -179,6 +179,7 @@ ROUTES = {
     ("POST", "/detokenize"): OWN,
     ("GET", "/metrics"): FIGURES,
     ("GET", "/dashboard/history"): FIGURES,
+    ("GET", "/dashboard/timeline"): FIGURES,
     ("GET", "/dashboard/events"): FIGURES,
     ("GET", "/health"): NONE,
     ("GET", "/ready"): NONE,

@@ -68,7 +68,7 @@ def product(
     layer: Linear,
     x: Tensor,
     routed: Routing,
-    grouped: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    grouped: Callable[..., Tensor],
     tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the product [R, out] of a layer of all experts, and its bias [experts, out].
@@ -80,7 +80,8 @@ def product(
         bias = layer.bias
     else:
         weight, bias = layer.dense_from(0)
-        found = grouped(x, weight.view(len(routed.ends), -1, weight.shape[1]), routed.ends, tokens)
+        rows = () if tokens is None else (tokens,)
+        found = grouped(x, weight.view(len(routed.ends), -1, weight.shape[1]), routed.ends, *rows)
     return found, None if bias is None else bias.view(len(routed.ends), -1)
 
 
