@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Library, Op, Team, activation_dtype
 from engine.models.linear import AnyWeight
-from engine.models.quantized import GROUP, BlockWeight, PackedWeight, RoundedWeight, group_of, pack_weight, round_weight
+from engine.models.quantized import GROUP, PackedWeight, RoundedWeight, group_of, pack_weight, round_weight
 
 PAD = 32
 """Inputs, and rows of a buffer, are padded to a multiple of this."""
@@ -53,7 +53,7 @@ class Native:
             return NativeInt4(self, weight, bias, gated)
         if isinstance(weight, RoundedWeight):
             return self.int8_linear(weight, bias, gated=gated, head=head)
-        return NativeLinear(self, weight.unpacked() if isinstance(weight, BlockWeight) else weight, bias, gated)
+        return NativeLinear(self, weight if isinstance(weight, Tensor) else weight.unpacked(), bias, gated)
 
     def int4_linear(
         self,
