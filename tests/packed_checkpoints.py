@@ -142,7 +142,7 @@ def gptq(bits: int, less_one: int, act_order: bool = False, group: int = GROUP) 
 
 
 def nvfp4(body: str, factor: str, divides: bool, group: int = GROUP) -> Any:
-    """Values of 4 bits, a scale of 8 bits for each group, and a factor of all scales, stored as such or as a divisor."""
+    """Values of 4 bits, a scale of 8 bits for each group, and a factor of all scales, stored so or as a divisor."""
 
     def make(n: int, k: int, generator: torch.Generator) -> Layer:
         chosen = draw(0, 16, (n, k), generator)
@@ -151,7 +151,8 @@ def nvfp4(body: str, factor: str, divides: bool, group: int = GROUP) -> Any:
         by_group = each.float() / whole if divides else each.float() * whole
         stored = {
             body: (chosen[:, ::2] + 16 * chosen[:, 1::2]).to(torch.uint8), "weight_scale": each,
-            factor: whole.reshape(1) if divides else whole, "input_global_scale" if divides else "input_scale": torch.ones(1),
+            factor: whole.reshape(1) if divides else whole,
+            "input_global_scale" if divides else "input_scale": torch.ones(1),
         }  # fmt: skip
         return Layer(stored, torch.tensor(E2M1)[chosen] * by_group.repeat_interleave(group, 1))
 
