@@ -141,19 +141,20 @@ def gptq(bits: int, less_one: int, act_order: bool = False, group: int = GROUP) 
     return make
 
 
-def nvfp4(body: str, factor: str, divides: bool) -> Any:
-    """Values of 4 bits, a scale of 8 bits for each 16, and a factor of all scales, stored as such or as a divisor."""
+def nvfp4(body: str, factor: str, divides: bool, group: int = GROUP) -> Any:
+    """Values of 4 bits, a scale of 8 bits for each group, and a factor of all scales, stored so or as a divisor."""
 
     def make(n: int, k: int, generator: torch.Generator) -> Layer:
         chosen = draw(0, 16, (n, k), generator)
-        each = (0.5 + 4 * torch.rand((n, k // 16), generator=generator)).to(_F8)
+        each = (0.5 + 4 * torch.rand((n, k // group), generator=generator)).to(_F8)
         whole = torch.tensor(2.5 * k**0.5 if divides else 0.4 * k**-0.5)
         by_group = each.float() / whole if divides else each.float() * whole
         stored = {
             body: (chosen[:, ::2] + 16 * chosen[:, 1::2]).to(torch.uint8), "weight_scale": each,
-            factor: whole.reshape(1) if divides else whole, "input_global_scale" if divides else "input_scale": whole,
+            factor: whole.reshape(1) if divides else whole,
+            "input_global_scale" if divides else "input_scale": torch.ones(1),
         }  # fmt: skip
-        return Layer(stored, torch.tensor(E2M1)[chosen] * by_group.repeat_interleave(16, 1))
+        return Layer(stored, torch.tensor(E2M1)[chosen] * by_group.repeat_interleave(group, 1))
 
     return make
 
@@ -180,13 +181,13 @@ _AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": Tru
 _GROUPS = scheme(4, "group", group_size=GROUP)
 _F8, _I8, _BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
 
-NVFP4 = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}
+NVFP4 = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": GROUP, "exclude_modules": ["lm_head"]}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 FORMATS: dict[str, Format] = {
     "nvfp4": Format({"quant_method": "modelopt", **NVFP4}, nvfp4("weight", "weight_scale_2", False)),
     "nvfp4 in words": Format(
-        compressed("nvfp4-pack-quantized", scheme(4, "tensor_group", "float", group_size=16)),
+        compressed("nvfp4-pack-quantized", scheme(4, "tensor_group", "float", group_size=GROUP)),
         nvfp4("weight_packed", "weight_global_scale", True),
     ),
     "modelopt fp8": Format({"quant_method": "modelopt", "quant_algo": "FP8"}, bytes_of(_F8, (0, 0), torch.float32)),
@@ -231,11 +232,21 @@ NIBBLES: dict[str, Format] = {
     "gptq of 32": Format({**_GPTQ, "bits": 4, "group_size": 32}, gptq(4, 1, group=32)),
 }
 """Those whose 4 bits are computed with, of "llama-wide"."""
+SMALL_FLOATS: dict[str, Format] = {
+    "nvfp4 of 16": Format(
+        {"quant_method": "modelopt", **NVFP4, "group_size": 16}, nvfp4("weight", "weight_scale_2", False, 16)
+    ),
+    "nvfp4 in words of 16": Format(
+        compressed("nvfp4-pack-quantized", scheme(4, "tensor_group", "float", group_size=16)),
+        nvfp4("weight_packed", "weight_global_scale", True, 16),
+    ),
+}
+"""The same for 4-bit floats."""
 
 
 def write(folder: Path, name: str, case: str = "llama-gqa2") -> dict[str, Tensor]:
     """The weights by name, of the types that they are computed in; see above."""
-    source, chosen = tiny_models.model_folder(case), (FORMATS | NIBBLES)[name]
+    source, chosen = tiny_models.model_folder(case), (FORMATS | NIBBLES | SMALL_FLOATS)[name]
     generator = torch.Generator().manual_seed(11)
     stored: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}

@@ -36,7 +36,7 @@ _ROWS = (1, 3, 32, 100, 300, 1024)  # of the trial: there is a kernel for each r
 _PIECE = 2048  # rows of a product that unpacks
 _SIDES = 256, 128
 """Outputs and inputs to whose multiples weights are padded, as vLLM pads them."""
-_MULTIPLE = 8
+_MULTIPLE, _LEAST_GROUP = 8, 16
 _faults: list[str] = []
 
 
@@ -64,12 +64,14 @@ def _group(packing: Packing, k: int) -> int:
     group = packing.block[1]
     if packing.nibbles:
         return group_of(k, group or k) or 0
-    return 0 if k % group else group
+    return 0 if k % group or group < _LEAST_GROUP else group
 
 
 def takes(weight: AnyWeight) -> TypeGuard[Kept]:
     """Return whether the library can multiply this weight."""
-    return isinstance(weight, Kept) and weight.dtype == _DTYPE and _are_even(*weight.shape)
+    if not isinstance(weight, Kept) or (isinstance(weight, FloatWeight) and weight.group < _LEAST_GROUP):
+        return False
+    return weight.dtype == _DTYPE and _are_even(*weight.shape)
 
 
 def _are_even(*sizes: int) -> bool:
@@ -166,7 +168,7 @@ def _described(weight: Kept, stacks: int) -> tuple[dict[str, Any], dict[str, Ten
     else:
         group, scheme, scales = weight.group, {"dtype": "uint4", "has_zero_point": True}, weight.scales.to(_DTYPE)
         across = weight.zeros.view(stacks, -1, weight.zeros.shape[1]).transpose(1, 2)
-        words = pack_values(across.flatten(0, 1)).view(torch.int32)
+        words = pack_values(across.flatten(0, 1).contiguous()).view(torch.int32)
         tensors["zero_point"] = words.view(*across.shape[:2], -1).transpose(1, 2).contiguous()
     tensors["weight_scale"] = scales.contiguous().view(stacks, -1, scales.shape[1])
     return scheme | {"group_size": group}, tensors

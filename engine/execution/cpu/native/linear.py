@@ -53,7 +53,7 @@ class Native:
             return NativeInt4(self, weight, bias, gated)
         if isinstance(weight, RoundedWeight):
             return self.int8_linear(weight, bias, gated=gated, head=head)
-        return NativeLinear(self, weight if isinstance(weight, torch.Tensor) else weight.unpacked(), bias, gated)
+        return NativeLinear(self, weight if isinstance(weight, Tensor) else weight.unpacked(), bias, gated)
 
     def int4_linear(
         self,
