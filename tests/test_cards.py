@@ -37,7 +37,7 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": []}
 CHECKPOINTS: list[tuple[str, dict[str, Any] | None]] = [
     ("8B", None), ("8B", FP8), ("8B", AWQ), ("Qwen3-30B-A3B", None), ("Qwen3-30B-A3B", GPTQ), ("gpt-oss-20b", MXFP4),
 ]  # fmt: skip
-LAYERS = 2
+LAYERS = 1
 """Layers that are built: every layer holds the same, and sizes are compared for so many."""
 
 
@@ -110,7 +110,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def test_a_checkpoint_fits_as_planned_or_is_refused_with_both_sizes(
     on_card: Callable[[str], None], tmp_path: Path, shape: str, packing: dict[str, Any] | None
 ) -> None:
-    folder, fits = checkpoint(tmp_path, shape, packing), 0
+    folder, fits, held = checkpoint(tmp_path, shape, packing), 0, dict[str, int]()
     for card in CARDS:
         on_card(card)
         try:
@@ -121,5 +121,7 @@ def test_a_checkpoint_fits_as_planned_or_is_refused_with_both_sizes(
         fits += 1
         few = replace(plan.own, num_layers=LAYERS, windows=plan.own.windows[:LAYERS])
         planned = memory.weight_bytes(few, torch_dtype(plan.dtype), plan.quantization)
-        assert held_bytes(plan, few) <= 1.03 * planned, f"{card}: {plan.quantization}"
+        if plan.quantization not in held:
+            held[plan.quantization] = held_bytes(plan, few)
+        assert held[plan.quantization] <= 1.03 * planned, f"{card}: {plan.quantization}"
     assert fits >= 3, "cards of 80 GB take it"

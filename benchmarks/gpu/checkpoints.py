@@ -59,6 +59,8 @@ class _Stored(DummyTensors):
 def _check(checkpoint: Checkpoint, setup: Setup) -> Iterator[Row]:
     """Time decodes of one to many rows, and prompts of as many tokens as rows and of thousands."""
     began, limits = time.perf_counter(), measure_limits(setup)
+    if checkpoint.quantization in (BLOCKS, FLOAT8):
+        limits = replace(limits, flops=2 * limits.flops)  # of products of 8-bit floats
     rows = setup.size(64, 3)
     decodes = [Shape(count, setup.size(512, 20)) for count in (1, rows // 2, rows)]
     shapes = [*decodes, *(Shape(0, 1, setup.size(chunk, chunk // 64)) for chunk in (256, 2048))]

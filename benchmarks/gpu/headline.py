@@ -7,7 +7,6 @@ that no step can break makes our planner do so.
 
 import asyncio
 import importlib
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -24,24 +23,22 @@ UNBOUNDED = ("--slo=ttft_p99=300s,tbt_p99=10s", "--max-queue-time=none")
 
 
 def _static(tokens: int, setup: Setup) -> Iterator[Row]:
-    flags = (*UNBOUNDED, f"--max-num-batched-tokens={tokens}")
+    flags = (*UNBOUNDED, f"--max-num-batched-tokens={tokens}", "--profile-seconds=0")  # no prediction matters
     return _arms(setup, flags, {f"static budget of {tokens:,} tokens": True})
 
 
 def _arms(setup: Setup, flags: tuple[str, ...], arms: Mapping[str, bool]) -> Iterator[Row]:
     """Run arms (name -> whether there are chats) on one server, after seconds of the same load that do not count."""
     live, loads = (importlib.import_module(f"benchmarks.{name}") for name in ("live", "loads"))
-    rate, seconds, learning = setup.size(RATE, 2), setup.size(30, 8), setup.size(6, 2)
+    rate, seconds, learning = setup.size(RATE, 2), setup.size(20, 8), setup.size(4, 2)
     load = {"outstanding": setup.size(256, 4), "job_rate": setup.size(60_000, 2_000)}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "8B"  # the name is part of the key of its profile
-        folder.mkdir()
+        folder = Path(name)
         ids = {"vocab_size": setup.size(128_256, 2_560), "bos_token_id": 0, "eos_token_id": 1}
         live.make_model_folder(folder, setup.config("8B") | ids)
-        more = (f"--profile-seconds={setup.size(12, 1)}", f"--state-dir={name}/state", *flags)
-        cache = Path(os.environ.get("XDG_CACHE_HOME", name))
+        more = ("--no-self-test", f"--state-dir={name}/state", *flags)  # part 1 of the plan tests kernels
         try:
-            with live.server(folder, 0, *more, cache=cache) as url:
+            with live.server(folder, 0, *more) as url:
                 warm = [index / rate for index in range(rate * learning)]
                 asyncio.run(loads.run_arm(url, warm, learning, "flex", 0, **load))
                 for title, chats in arms.items():
@@ -63,7 +60,7 @@ def _row(title: str, run: Any, loads: Any) -> Row:
 
 
 def check_headline(setup: Setup) -> Iterator[Row]:
-    return _arms(setup, PROMISE, {"tidemill": True, ALONE: False})
+    return _arms(setup, (*PROMISE, f"--profile-seconds={setup.size(10, 1)}"), {"tidemill": True, ALONE: False})
 
 
 check_static_128, check_static_256, check_static_512, check_static_2048 = (
