@@ -122,7 +122,7 @@ def test_captures_are_tried_on_every_card(
 
 def test_a_product_that_fails_at_the_start_runs_by_torch_and_without_graphs(tmp_path: Path) -> None:
     """Products of few rows and of many are tried; other kernels of experts leave the graphs as they are."""
-    tiny_transformers.save("gpt_oss", tmp_path, num_hidden_layers=2, num_local_experts=8)
+    tiny_transformers.save("gpt_oss", tmp_path, num_hidden_layers=2, num_experts=8, num_local_experts=8)
     spec, rows = load_spec(tmp_path), set[int]()
     weights = load_weights(spec, tmp_path)
 
