@@ -106,6 +106,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return choose
 
 
+@pytest.mark.cpu_limit(5)
 @for_each(("shape", "packing"), CHECKPOINTS)
 def test_a_checkpoint_fits_as_planned_or_is_refused_with_both_sizes(
     on_card: Callable[[str], None], tmp_path: Path, shape: str, packing: dict[str, Any] | None

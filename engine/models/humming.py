@@ -32,7 +32,7 @@ from engine.models.quantized import (
 Kept = PackedWeight | BlockWeight | FloatWeight
 _DTYPE = torch.bfloat16
 _BY_EXPERT = '{"gemm_type": "grouped_contiguous"}'
-_ROWS = (1, 3, 32, 100, 300, 1024)  # of the trial: there is a kernel for each range of rows
+_ROWS = (1, 3, 12, 32, 48, 64, 100, 200, 300, 600, 1024, 2048)  # of the trial: a dozen kernels share all numbers
 _PIECE = 2048  # rows of a product that unpacks
 _SIDES = 256, 128
 """Outputs and inputs to whose multiples weights are padded, as vLLM pads them."""
