@@ -126,10 +126,11 @@ export class NightChart extends Chart {
       hover.append(make("title", {}, words.join("\n")));
       this.svg.append(hover);
     }
-    for (let at = 0; at <= 4; at += 1) {
-      const time = now - span + (span * at) / 4;
+    const ticks = width < 480 ? 2 : 4;
+    for (let at = 0; at <= ticks; at += 1) {
+      const time = now - span + (span * at) / ticks;
       const form = span > 86400 ? { weekday: "short" } : { hour: "2-digit", minute: "2-digit" };
-      const anchor = ["start", "middle", "middle", "middle", "end"][at];
+      const anchor = at === 0 ? "start" : at === ticks ? "end" : "middle";
       this.svg.append(make("text", { x: x(time), y: height - 4, "text-anchor": anchor }, new Date(time * 1000).toLocaleString([], form)));
     }
     this.empty.textContent = parts.some((part) => part.good + part.bad + part.answers + part.output > 0) ? "" : "Nothing has happened yet.";
