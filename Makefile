@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml
 	$(check_python)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --quiet "$(TORCH)"
-	$(PIP) --quiet --editable ".[dev,gpu]"
+	$(PIP) --quiet --editable ".[dev]"
 	@touch $@
 
 serve: $(SERVING)
