@@ -99,7 +99,7 @@ def _shared(client: EngineClient, config: ServerConfig, served: Sequence[str]) -
     models = ModelNames(served, client.info.adapters)
     metrics, keys = GatewayMetrics(client, models.first), KeyStore(config.api_key, config.api_key_file)
     admissions = Admissions(keys.quota)
-    by_tenant = TenantCollector(admissions)
+    by_tenant = TenantCollector(admissions.refused, admissions.loads)
     metrics.registry.register(by_tenant)
     metrics.on_end.append(by_tenant.observe_end)
     return {

@@ -432,7 +432,7 @@ async def test_a_closed_terminal_ends_the_server(start_server: StartServer, monk
 
 def test_tenants_are_counted_and_beyond_a_bound_together() -> None:
     admissions = Admissions(lambda tenant: Quota(requests=1) if tenant == "t0" else UNLIMITED)
-    by_tenant = TenantCollector(admissions)
+    by_tenant = TenantCollector(admissions.refused, admissions.loads)
 
     def ended(tenant: str, kind: RequestClass) -> Any:
         request = EngineRequest("r", (1, 2, 3), SamplingParams(4), request_class=kind, tenant=tenant)

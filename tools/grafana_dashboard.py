@@ -368,7 +368,7 @@ def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     admissions = Admissions(lambda _: UNLIMITED)
     admissions.enter("tenant", 1, 1)
     admissions.refused["tenant"] = 1
-    tenants = TenantCollector(admissions)
+    tenants = TenantCollector(admissions.refused, admissions.loads)
     request = SimpleNamespace(tenant="tenant", request_class=RequestClass.ONLINE)
     tenants.observe_end(cast(Account, SimpleNamespace(request=request, num_prompt_tokens=1, num_tokens=1)))
     metrics.registry.register(tenants)

@@ -1,12 +1,11 @@
 """Metrics by tenant: tokens, ended requests, refusals, and requests in the engine and waiting."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.http.keys import Admissions
 from gateway.telemetry.account import Account
 
 MAX_TENANTS = 100
@@ -15,10 +14,15 @@ OTHERS = "+others"
 
 
 class TenantCollector(Collector):
-    """Counters since the start, of online and offline requests. Batch lines count for the tenant of their batch."""
+    """Counters since the start, of online and offline requests. Batch lines count for the tenant of their batch.
 
-    def __init__(self, admissions: Admissions) -> None:
-        self._admissions = admissions
+    Args:
+        refused: requests that exceeded their tenant's limits, by tenant.
+        loads: the current requests in the engine, their tokens, and the waiting requests, by tenant.
+    """
+
+    def __init__(self, refused: Mapping[str, int], loads: Callable[[], Mapping[str, tuple[int, int, int]]]) -> None:
+        self._refused, self._loads = refused, loads
         self._names: set[str] = set()
         self._tokens: Counter[tuple[str, str, str]] = Counter()
         self._ended: Counter[tuple[str, str]] = Counter()
@@ -47,15 +51,13 @@ class TenantCollector(Collector):
             ended.add_metric(ends, count)
         text = "Requests that exceeded their tenant's limits (429)."
         refused = CounterMetricFamily("tidemill_tenant_refused_requests", text, labels=["tenant"])
-        for name, count in _summed(
-            (self._label(name), count) for name, count in list(self._admissions.refused.items())
-        ):
+        for name, count in _summed((self._label(name), count) for name, count in list(self._refused.items())):
             refused.add_metric([name], count)
         text = "Requests of a tenant in the engine and waiting for its limits."
         present = GaugeMetricFamily("tidemill_tenant_present_requests", text, labels=["tenant", "state"])
-        loads = self._admissions.loads()
-        for state, count_of in (("running", "requests"), ("waiting", "queued")):
-            for name, count in _summed((self._label(name), getattr(load, count_of)) for name, load in loads.items()):
+        loads = self._loads()
+        for state, at in (("running", 0), ("waiting", 2)):
+            for name, count in _summed((self._label(name), load[at]) for name, load in loads.items()):
                 present.add_metric([name, state], count)
         yield from (tokens, ended, refused, present)
 
