@@ -244,7 +244,7 @@ async def outputs_of(engine: Engine, request: EngineRequest) -> AsyncIterator[Re
 
 
 async def until(condition: Callable[[], bool], pause: float = 0.001) -> None:
-    """Wait for a state that nobody has an event for."""
+    """Wait for a state without an event."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(pause)
 

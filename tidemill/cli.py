@@ -154,7 +154,7 @@ def _add_chat(commands: Any) -> None:
 
 
 def _add_report(commands: Any) -> None:
-    command = _add(commands, "report", _report, "what the last night was: chats, batch work, pauses")
+    command = _add(commands, "report", _report, "show the chats, batch work and pauses of the last hours")
     add_server(command)
     command.add_argument("--hours", type=positive, default=12, metavar="N", help="length of the night (default: 12)")
     command.add_argument("--price-in", type=float, default=0.0, metavar="P", help="price of a million prompt tokens")

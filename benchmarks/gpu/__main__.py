@@ -131,7 +131,7 @@ def run_section(name: str, seconds: float, tiny: bool, take: Callable[[Row], Non
         reader = threading.Thread(target=_read, args=(child.stdout, take), daemon=True)
         reader.start()
         reason = _wait(child, seconds)
-        reader.join(1.0)  # what the child has started may hold its output open
+        reader.join(1.0)  # a process of the child may hold its output open
         errors.seek(0)
         lines = [line for line in errors.read().splitlines() if line.strip()]
     if child.returncode and not reason:

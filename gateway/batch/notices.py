@@ -1,5 +1,6 @@
 """Report the end of each batch to the target of TIDEMILL_ON_BATCH_END: a command, or a URL that gets a signed event.
-A batch that may miss its window is reported once before, without a second attempt, in the state `at_risk`.
+A batch that may miss its window is reported before, in the state `at_risk`: once for each start of the server, without
+a second attempt.
 
 A report is stored in the transaction that ends the batch, and removed after its last attempt, so that a crash loses
 none; a crash during an attempt repeats it. The event has the form of OpenAI's webhooks (Standard Webhooks).
