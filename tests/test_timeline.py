@@ -89,6 +89,19 @@ def test_a_folder_that_cannot_be_written_loses_no_minute(tmp_path: Path) -> None
     assert [each["good"] for each in Timeline(folder / FILE, clock).since(0)] == [1, 1]
 
 
+def test_a_stop_keeps_its_minute_and_a_start_goes_on_with_it(tmp_path: Path) -> None:
+    clock = Clock()
+    for good in (2, 3):
+        timeline = Timeline(tmp_path / FILE, clock)
+        timeline.look(stats(0), totals(0))
+        timeline.look(stats(good), totals(0))
+        assert timeline.end_minute() and not timeline.end_minute()
+        timeline.write()
+    again = Timeline(tmp_path / FILE, clock)
+    assert [(each["time"], each["good"]) for each in again.since(0)] == [(NOW, 5)]
+    assert len((tmp_path / FILE).read_text().splitlines()) == 1, "a start drops the line that the last one replaces"
+
+
 async def test_the_server_keeps_its_timeline_and_reports_it(start_server: StartServer, tmp_path: Path) -> None:
     folder = await open_folder(tmp_path / "state")
     served = await start_server("hello world", folder=folder, batch_limits=FAST)

@@ -1,8 +1,9 @@
 """The last seven days by minute: chats within their limits, batch work, and its pauses.
 
 Each minute in which something happened becomes a line of `timeline.jsonl` in the state folder (about 60 bytes; at most
-`KEPT_MINUTES` lines after a start), so that a restart keeps the night. A line that a crash has cut is left out. If the
-folder cannot be written, lines wait in memory.
+`KEPT_MINUTES` lines after a start), so that a restart keeps the night. A stop writes the minute in progress, and a
+start within that minute goes on with it: the last line of a minute counts. A line that a crash has cut is left out. If
+the folder cannot be written, lines wait in memory.
 """
 
 import os
@@ -65,7 +66,8 @@ class Timeline:
         self._unwritten = list[Minute]()
         self._counts: dict[str, int] | None = None
         self._looked_at = clock()
-        self._current = Minute(self._minute())
+        resumes = bool(self._minutes) and self._minutes[-1].time == self._minute()
+        self._current = self._minutes.pop() if resumes else Minute(self._minute())
 
     def look(self, stats: EngineStats, offline: Mapping[str, int]) -> bool:
         """Count what happened since the last look, and return whether a minute has ended that `write` stores.
@@ -79,10 +81,7 @@ class Timeline:
             counts |= {"good": colocation.good_requests, "bad": colocation.bad_requests}
         ended = False
         if self._minute() != self._current.time:
-            if ended := not self._current.is_empty:
-                self._minutes.append(self._current)
-                self._unwritten.append(self._current)
-            self._current = Minute(self._minute())
+            ended = self.end_minute()
         before = self._counts or counts
         for name, count in counts.items():
             grown = count - before.get(name, 0)  # a counter that fell is that of another engine process
@@ -92,6 +91,15 @@ class Timeline:
             self._current.why = why
         self._counts, self._looked_at = counts, now
         return ended
+
+    def end_minute(self) -> bool:
+        """End the minute in progress, and return whether `write` stores it: something happened in it."""
+        ended, self._current = self._current, Minute(self._minute())
+        if ended.is_empty:
+            return False
+        self._minutes.append(ended)
+        self._unwritten.append(ended)
+        return True
 
     def write(self) -> None:
         """Append the ended minutes to the file. Blocking. If that fails, the next call repeats it."""
@@ -133,11 +141,13 @@ def _read(path: Path) -> list[Minute]:
     minutes = list[Minute]()
     with suppress(OSError):
         data = path.read_bytes()
+        by_time = dict[int, Minute]()
         for line in data.splitlines():
             with suppress(ValueError, TypeError):
-                minutes.append(Minute(**orjson.loads(line)))
+                found = Minute(**orjson.loads(line))
+                by_time[found.time] = found
         oldest = time.time() - KEPT_MINUTES * MINUTE
-        minutes = [each for each in minutes if each.time >= oldest][-KEPT_MINUTES:]
+        minutes = [each for each in by_time.values() if each.time >= oldest][-KEPT_MINUTES:]
         kept = _lines(minutes)
         if kept != data:
             copy = path.with_suffix(".new")
