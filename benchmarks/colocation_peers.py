@@ -45,8 +45,8 @@ from benchmarks.peers.engine import Engine, start_all
 from benchmarks.weights import LAYERS, make_checkpoint
 from loadgen.arrivals import RateCurve, constant_rate, sine
 
-ALONE = "tidemill, no batch"
-"""Arm of this server without offline work."""
+ALONE = ", no batch"
+"""End of the name of an arm without offline work: the chats that an engine keeps by itself."""
 BEST_KEPT = 0.95
 """Minimum share of kept chats of a peer's best point."""
 PERIODS = 3
@@ -119,11 +119,12 @@ def ttfts_of(run: Run) -> list[float]:
 
 
 def arms_of(engine: Engine) -> list[Arm]:
-    """Return the arms of an engine: low-priority requests for a peer; for this server chats alone, flex requests and a
-    batch job."""
+    """Return the arms of an engine: low-priority requests for a peer; for this server flex requests and a batch job.
+    This server and the scheduler of tidemill inside vLLM have an arm with chats alone."""
+    alone = [Arm(f"{engine.name}{ALONE}", engine, None)] if engine.name.startswith("tidemill") else []
     if engine.offline is not None:
-        return [Arm(engine.name, engine, "default")]
-    return [Arm(ALONE, engine, None), Arm("tidemill, flex", engine, "flex"), Arm("tidemill, batch", engine, JOB)]
+        return [*alone, Arm(engine.name, engine, "default")]
+    return [*alone, Arm("tidemill, flex", engine, "flex"), Arm("tidemill, batch", engine, JOB)]
 
 
 def points_of(args: argparse.Namespace, slo: str) -> list[Engine]:
@@ -183,12 +184,13 @@ def kept_of(found: dict[str, Any]) -> float:
 
 
 def verdict(found: dict[str, dict[str, Any]], load: str) -> Iterator[str]:
-    """Yield each arm of this server relative to its chats alone, and to the best point of the peers under a load."""
-    rates = {name: mean(each["offline_output_tokens"]) for name, each in found.items() if each["online"]}
-    alone = sum(found[ALONE]["kept"]) if rates.pop(ALONE, None) is not None else 0
+    """Yield each arm of tidemill relative to its chats alone, and to the best point of the peers under a load."""
+    ran = {name: each for name, each in found.items() if each["online"]}
+    rates = {name: mean(each["offline_output_tokens"]) for name, each in ran.items() if not name.endswith(ALONE)}
     ours = [name for name in rates if name.startswith("tidemill")]
-    for name in ours if alone else ():
-        yield f"{load}: {name}: {sum(found[name]['kept'])} chats kept, {alone} alone"
+    for name in ours:
+        if alone := ran.get(f"{name.split(',')[0]}{ALONE}"):
+            yield f"{load}: {name}: {sum(found[name]['kept'])} chats kept, {sum(alone['kept'])} alone"
     good = [name for name in rates if name not in ours and kept_of(found[name]) >= BEST_KEPT]
     if not good:
         if len(ours) < len(rates):

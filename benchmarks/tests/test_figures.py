@@ -56,6 +56,8 @@ def test_arms_are_relative_to_the_chats_alone_and_to_the_best_peer() -> None:
     lines = list(verdict(found, "long"))
     assert lines[0] == "long: tidemill, batch: 89 chats kept, 90 alone"
     assert lines[-1].endswith("89.0% kept, 1.50 times its output") and len(lines) == 3
+    inside = {"tidemill-vllm in vLLM, no batch": arm(50, 0.0), "tidemill-vllm in vLLM": arm(49, 10.0)}
+    assert next(verdict(inside, "long")) == "long: tidemill-vllm in vLLM: 49 chats kept, 50 alone"
 
 
 def test_a_job_must_outlast_its_arm_and_lose_nothing() -> None:
