@@ -233,6 +233,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--loads", type=loads_of, default=("steady",), help=f"some of {', '.join(LOADS)}")
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model, fewer on a slow machine")
     parser.add_argument("--arms", type=lambda text: text.split(";"), metavar="ARM;ARM", help="measure only these arms")
+    parser.add_argument("--no-drafts", action="store_true", help="run tidemill with --speculation off")
     parser.add_argument("--sweep", action="store_true", help="measure vLLM at every pair of --tokens and --rows")
     parser.add_argument("--plugin", action="store_true", help="measure vLLM with the scheduler of integrations/vllm")
     parser.add_argument("--tokens", type=numbers_of, default=(64, 128, 256, 512, 2048), help="vLLM's tokens a step")
@@ -258,7 +259,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = Path(name) / "model"
         folder.mkdir()
         words = make_checkpoint(folder, args.dtype, args.layers)
-        ours = finders.tidemill(args.threads, args.dtype, "--slo", slo)
+        drafts = ["--speculation", "off"] if args.no_drafts else []
+        ours = finders.tidemill(args.threads, args.dtype, "--slo", slo, *drafts)
         every = [arm for engine in (ours, *points_of(args, slo)) for arm in arms_of(engine)]
         arms = [arm for arm in every if args.arms is None or arm.name in args.arms]
         compare(arms, folder, args, source=words)
