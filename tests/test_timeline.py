@@ -72,7 +72,7 @@ def test_a_minute_without_an_event_takes_no_room_and_a_file_is_read_as_far_as_it
     assert path.read_text() == rows[1].replace(" ", "") + "\n", "the file is written anew without the others"
     for minute in range(1, 50):
         clock.now = NOW + 60 * minute
-        assert timeline.look(EngineStats(), totals(0)) is (minute == 1), "the minute of the file goes on after a start"
+        assert not timeline.look(EngineStats(), totals(0))
     assert len(timeline.since(0)) == 1
 
 
@@ -89,17 +89,15 @@ def test_a_folder_that_cannot_be_written_loses_no_minute(tmp_path: Path) -> None
     assert [each["good"] for each in Timeline(folder / FILE, clock).since(0)] == [1, 1]
 
 
-def test_a_stop_keeps_its_minute_and_a_start_goes_on_with_it(tmp_path: Path) -> None:
-    clock = Clock()
+def test_both_lines_of_a_minute_with_a_restart_count(tmp_path: Path) -> None:
     for good in (2, 3):
-        timeline = Timeline(tmp_path / FILE, clock)
+        timeline = Timeline(tmp_path / FILE, Clock())
         timeline.look(stats(0), totals(0))
         timeline.look(stats(good), totals(0))
         assert timeline.end_minute() and not timeline.end_minute()
         timeline.write()
-    again = Timeline(tmp_path / FILE, clock)
-    assert [(each["time"], each["good"]) for each in again.since(0)] == [(NOW, 5)]
-    assert len((tmp_path / FILE).read_text().splitlines()) == 1, "a start drops the line that the last one replaces"
+    again = Timeline(tmp_path / FILE, Clock()).since(0)
+    assert [(each["time"], each["good"]) for each in again] == [(NOW, 2), (NOW, 3)]
 
 
 async def test_the_server_keeps_its_timeline_and_reports_it(start_server: StartServer, tmp_path: Path) -> None:
@@ -119,6 +117,10 @@ async def test_the_server_keeps_its_timeline_and_reports_it(start_server: StartS
     text = await asyncio.to_thread(lambda: report(ServerClient(server_options(served.url, None)), 12, 1e6, 0.0))
     assert "99.0% of 100 chats within their limits" in text and "3 answers" in text and "1 completed" in text
     assert f"worth {sum(each['prompt'] for each in minutes):,.2f}" in text
+    await recorder.stop()
+    assert sum(each["good"] for each in recorder.timeline.since(0)) == 99
+    stored = await asyncio.to_thread(Timeline, tmp_path / "state" / FILE)
+    assert sum(each["good"] for each in stored.since(0)) == 99, "a stop stores its minute"
 
 
 def test_a_report_without_work_and_with_pauses() -> None:

@@ -1,9 +1,9 @@
 """The last seven days by minute: chats within their limits, batch work, and its pauses.
 
 Each minute in which something happened becomes a line of `timeline.jsonl` in the state folder (about 60 bytes; at most
-`KEPT_MINUTES` lines after a start), so that a restart keeps the night. A stop writes the minute in progress, and a
-start within that minute goes on with it: the last line of a minute counts. A line that a crash has cut is left out. If
-the folder cannot be written, lines wait in memory.
+`KEPT_MINUTES` lines after a start), so that a restart keeps the night. A stop writes the minute in progress; a
+start within that minute begins another line, and readers add both. A line that a crash has cut is left out. If the
+folder cannot be written, lines wait in memory.
 """
 
 import os
@@ -66,8 +66,7 @@ class Timeline:
         self._unwritten = list[Minute]()
         self._counts: dict[str, int] | None = None
         self._looked_at = clock()
-        resumes = bool(self._minutes) and self._minutes[-1].time == self._minute()
-        self._current = self._minutes.pop() if resumes else Minute(self._minute())
+        self._current = Minute(self._minute())
 
     def look(self, stats: EngineStats, offline: Mapping[str, int]) -> bool:
         """Count what happened since the last look, and return whether a minute has ended that `write` stores.
@@ -141,13 +140,11 @@ def _read(path: Path) -> list[Minute]:
     minutes = list[Minute]()
     with suppress(OSError):
         data = path.read_bytes()
-        by_time = dict[int, Minute]()
         for line in data.splitlines():
             with suppress(ValueError, TypeError):
-                found = Minute(**orjson.loads(line))
-                by_time[found.time] = found
+                minutes.append(Minute(**orjson.loads(line)))
         oldest = time.time() - KEPT_MINUTES * MINUTE
-        minutes = [each for each in by_time.values() if each.time >= oldest][-KEPT_MINUTES:]
+        minutes = [each for each in minutes if each.time >= oldest][-KEPT_MINUTES:]
         kept = _lines(minutes)
         if kept != data:
             copy = path.with_suffix(".new")

@@ -70,16 +70,16 @@ class Recorder:
         self._task = asyncio.create_task(self._run(), name="tidemill-recorder")
 
     async def stop(self) -> None:
-        """Stop recording, store the minute in progress, and end all event streams. Idempotent."""
+        """Stop recording, end all event streams, and store the minute in progress. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
-            if self.timeline.end_minute():
-                await to_thread.run_sync(self.timeline.write)
         if self._next is not None:
             self._next.cancel()
             self._next = None
+        if self.timeline.end_minute():
+            await to_thread.run_sync(self.timeline.write)
 
     async def history(self) -> bytes:
         """Return all snapshots as a JSON document, after taking a new one if the last is older than a second."""
