@@ -403,6 +403,11 @@ async def test_servers_share_keys_limits_and_usage(
         divided = server.app.state.context.admissions._divided
         return divided["acme"].elsewhere.requests if "acme" in divided else 0
 
+    async def usage(server: Served) -> Any:
+        async with httpx.AsyncClient(headers={"authorization": "Bearer old"}, trust_env=False) as http:
+            (row,) = (await http.get(f"{server.url}/v1/usage")).json()["tenants"]
+        return row
+
     def put(*lines: str) -> None:
         assert main(["keys", keys_of(tmp_path, *lines), "postgresql://"]) == 0
 
@@ -424,12 +429,13 @@ async def test_servers_share_keys_limits_and_usage(
         with pytest.raises(openai.RateLimitError, match="'requests=4'"):
             await send(one, "old")
         for server in (one, two):
+            assert (await usage(server))["running_requests"] == 6
+        for server in (one, two):
             server.engine.release()
         used = [(await each).usage for each in busy]
         await eventually(lambda: not one.app.state.context.admissions._divided)
         for server in (one, two):
-            async with httpx.AsyncClient(headers={"authorization": "Bearer old"}, trust_env=False) as http:
-                (row,) = (await http.get(f"{server.url}/v1/usage")).json()["tenants"]
+            row = await usage(server)
             assert row["requests"]["output_tokens"] == sum(each.completion_tokens for each in used) > 0
         await asyncio.to_thread(put, "new acme")
         for server in (one, two):

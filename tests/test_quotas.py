@@ -28,6 +28,7 @@ from engine.errors import ConfigError
 from engine.text.tokenizer import Tokenizer
 from gateway.http.errors import ApiError
 from gateway.http.keys import (
+    IDLE,
     TENANT_LIMIT,
     UNLIMITED,
     Admissions,
@@ -428,6 +429,15 @@ async def test_a_closed_terminal_ends_the_server(start_server: StartServer, monk
 
 
 # ---- metrics
+
+
+def test_loads_of_all_servers_are_added() -> None:
+    admissions = Admissions(lambda tenant: UNLIMITED)
+    admissions.enter("here", 2, 30)
+    elsewhere = {"here": Load(1, 5, 3), "there": Load(4, 9, 0)}
+    admissions.divide({name: Division(2, load, IDLE) for name, load in elsewhere.items()})
+    assert admissions.loads_everywhere() == {"here": Load(3, 35, 3), "there": Load(4, 9, 0)}
+    assert admissions.loads() == {"here": Load(2, 30, 0)}
 
 
 def test_tenants_are_counted_and_beyond_a_bound_together() -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from batch_tools import batch_server, client_of, jsonl, keys_of, line, results_of, submit, until
+from batch_tools import batch_server, client_of, eventually, jsonl, keys_of, line, results_of, submit, until
 from fake_engine import MODEL, Script, Served
 from support.lazy import openai
 
@@ -373,6 +373,36 @@ async def test_usage_by_tenant_and_batch_with_prices(tokenizer: Tokenizer, tmp_p
         assert row["tenant"] == "beta" and not row["requests"]["input_tokens"] and row["requests"]["value"] is None
         for params, status in (({"tenant": "beta"}, 403), ({"price_in": "x"}, 400), ({"price_out": -1}, 400)):
             assert (await get(a, "/v1/usage", params=params)).status_code == status
+
+
+async def test_usage_counts_the_requests_and_lines_of_a_tenant(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The figures that the page shows by team."""
+    keys = keys_of(tmp_path, "a alpha requests=1 queued=1", "b beta operator", "c gamma metrics")
+    async with started(tokenizer, tmp_path, keys, "a", "b", "c") as (served, clients):
+        a, admissions = clients["a"], served.app.state.context.admissions
+
+        async def figures(key: str, **query: str) -> list[dict[str, Any]]:
+            return list((await get(clients[key], "/v1/usage", params=query)).json()["tenants"])
+
+        def chat() -> Any:
+            return a.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "held"}])
+
+        await finished_and_running(a)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(chat())
+            await eventually(lambda: admissions.num_waiting("alpha") == 1)
+            with pytest.raises(openai.RateLimitError):
+                await chat()
+            (row,) = await figures("a")
+            assert await figures("b", tenant="*") == [row], "a tenant without any of it has no row"
+            assert (row["tenant"], row["running_requests"], row["waiting_requests"]) == ("alpha", 1, 1)
+            assert (row["refused_requests"], row["unfinished_lines"]) == (1, 1)
+            (other,) = await figures("c")
+            assert other["tenant"] == "gamma" and not any(value for value in other.values() if type(value) is int)
+            served.engine.release()
+        (row,) = await figures("a")
+        assert (row["running_requests"], row["waiting_requests"], row["refused_requests"]) == (0, 0, 1)
 
 
 def test_engine_seconds_and_value_of_tokens() -> None:

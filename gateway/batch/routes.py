@@ -30,7 +30,7 @@ from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import read_json
 from gateway.generate.validation import StrictBody, at_most, parse_json, validate
 from gateway.http.errors import ApiError
-from gateway.http.keys import limit_reached
+from gateway.http.keys import IDLE, limit_reached
 from gateway.http.sse import EventStream, event
 from gateway.store.disk import StorageError
 from gateway.store.objects import (
@@ -265,9 +265,14 @@ class Bill:
         }
 
 
+_UNUSED = (Usage(), 0)
+
+
 @router.get("/v1/usage", openapi_extra=_DESCRIPTION)
 async def read_usage(request: Request) -> Response:
-    """Return the usage of the key's tenant, or of the query's `tenant`; batches are listed as in /v1/batches."""
+    """Return usage, requests and unfinished lines of the key's tenant, or of the query's `tenant`.
+
+    Batches are listed as in /v1/batches."""
     tenant, page = listed_tenant(request), read_page(request, default=20, most=MAX_LISTED)
     context, state = server_of(request), state_of(request)
     bill = Bill(context.metrics.stats.token_costs is not None, _prices(request))
@@ -275,18 +280,23 @@ async def read_usage(request: Request) -> Response:
         batches, more = await state.folder.store.list_batches(tenant, page)
     except UnknownCursor:
         unknown_cursor()
-    in_batches = dict(await state.folder.store.usage(tenant))
+    in_batches = await state.folder.store.usage(tenant)
     since, requests = context.created, state.tenants.usage
     if state.folder.is_shared:
         await state.tenants.exchange()
         stored, requests = await state.folder.store.request_usage(tenant)
         since = stored or since
-    names = sorted({*in_batches, *requests}) if tenant is None else [tenant]
+    loads, refused = context.admissions.loads_everywhere(), context.admissions.refused
+    names = sorted({*in_batches, *requests, *loads, *refused}) if tenant is None else [tenant]
     rows = [
         {
             "tenant": name,
             "requests": bill.of(requests.get(name, Usage())),
-            "batches": bill.of(in_batches.get(name, Usage())),
+            "batches": bill.of(in_batches.get(name, _UNUSED)[0]),
+            "unfinished_lines": in_batches.get(name, _UNUSED)[1],
+            "running_requests": loads.get(name, IDLE).requests,
+            "waiting_requests": loads.get(name, IDLE).queued,
+            "refused_requests": refused[name],
         }
         for name in names
     ]

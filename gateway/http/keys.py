@@ -181,6 +181,13 @@ class Admissions:
         """Return the load of each tenant with requests."""
         return {name: each.load for name, each in list(self._tenants.items())}
 
+    def loads_everywhere(self) -> dict[str, Load]:
+        """Return the same for all servers that share the store; those of other servers are of the last exchange."""
+        loads = self.loads()
+        for name, each in self._divided.items():
+            loads[name] = Load(*map(sum, zip(loads.get(name, IDLE), each.elsewhere, strict=True)))
+        return loads
+
     def divide(self, divided: Mapping[str, Division]) -> None:
         """Divide the limits of tenants with loads on other servers."""
         self._divided = divided

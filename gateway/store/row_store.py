@@ -193,12 +193,13 @@ class TenantRows(ServerRows):
         return [Holdings(**row) for row in connection.execute(_HOLDINGS, {"now": now})]
 
     @transaction
-    def usage(self, connection: RowConnection, tenant: str | None) -> list[tuple[str, Usage]]:
-        """Return the token usage of all batches by tenant."""
+    def usage(self, connection: RowConnection, tenant: str | None) -> dict[str, tuple[Usage, int]]:
+        """Return the token usage of all batches, and the lines of unfinished batches without a result, by tenant."""
         sums = ", ".join(f"SUM({name}) AS {name}" for name in Usage._fields)
-        query = f"SELECT tenant, {sums} FROM batches WHERE {owned(tenant)} GROUP BY tenant"
+        left = f"SUM(CASE WHEN status IN {UNFINISHED_STATES} THEN total - completed - failed ELSE 0 END) AS unfinished"
+        query = f"SELECT tenant, {sums}, {left} FROM batches WHERE {owned(tenant)} GROUP BY tenant"
         rows = connection.execute(query, {"tenant": tenant})
-        return [(str(row["tenant"]), Usage(*(row[name] for name in Usage._fields))) for row in rows]
+        return {row["tenant"]: (Usage(*(row[name] for name in Usage._fields)), int(row["unfinished"])) for row in rows}
 
 
 class NoticeRows(Rows):
