@@ -13,6 +13,7 @@ const { blocks, spans } = await import(new URL("markdown.js", files));
 const { answerOf, causesOf, failedOf, rowsOf } = await import(new URL("detail.js", files));
 const { History, WINDOW, partsOf, percentile } = await import(new URL("series.js", files));
 const { batchSentence, classesOf, eventsOf, folded, mechanismsOf, worth } = await import(new URL("story.js", files));
+const { teamCells } = await import(new URL("teams.js", files));
 
 test("events are the same however the stream was cut", () => {
   const whole = 'data: {"a":1}\n\n: comment\n\ndata: two\ndata: lines\r\n\r\ndata: [DONE]\n\n';
@@ -195,6 +196,15 @@ test("the bill of a batch has what the server knows", () => {
   assert.equal(billText(bill), "12,345 + 678 tokens, 2.50 s of the engine, worth 0.0123");
   assert.equal(billText({ ...bill, engine_seconds: null, value: null }), "12,345 + 678 tokens");
   assert.equal(billText({ ...bill, input_tokens: 0, output_tokens: 0 }), "", "nothing has run");
+});
+
+test("the row of a team has the sums of its requests and batch lines", () => {
+  const used = { input_tokens: 1200, output_tokens: 30, engine_seconds: 1.5, value: 0.25 };
+  const team = { tenant: "shop", requests: used, batches: { ...used, output_tokens: 7 }, running_requests: 2, waiting_requests: 1, refused_requests: 3, unfinished_lines: 4000 };
+  assert.deepEqual(teamCells(team), ["shop", "1,200 + 30", "1,200 + 7", "2", "1", "3", "4,000", "3.00 s", "0.50"]);
+  const unknown = { ...used, engine_seconds: null, value: null };
+  assert.deepEqual(teamCells({ ...team, requests: unknown, batches: unknown }).slice(-2), ["–", "–"]);
+  assert.equal(teamCells({ ...team, requests: unknown }).at(-2), "1.50 s", "only one part is known");
 });
 
 test("worth of tokens", () => {

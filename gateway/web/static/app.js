@@ -7,6 +7,7 @@ import { Chat } from "./chat.js";
 import { count, duration, limitOf, money, percent, rangeText, seconds, standingText } from "./format.js";
 import { History, partsOf, percentile } from "./series.js";
 import { batchSentence, classesOf, eventsOf, folded, mechanismsOf, worth } from "./story.js";
+import { Teams } from "./teams.js";
 
 const RETRY = 2000;
 const BATCHES_EVERY = 2;
@@ -28,6 +29,7 @@ const batches = new Batches({
   rows: byId("batch-rows"), file: byId("file"), drop: byId("drop"), problem: byId("batch-error"),
   onlyRunning: byId("only-running"), window: byId("window"), changed: drawBatchTotals, prices,
 });
+const teams = new Teams({ card: byId("teams"), head: byId("team-head"), rows: byId("team-rows"), note: byId("teams-note"), prices });
 const chat = new Chat({
   turns: byId("turns"), form: byId("ask"), prompt: byId("prompt"), send: byId("send"), tier: byId("tier"), models: byId("models"),
   temperature: byId("temperature"), topP: byId("top-p"), seed: byId("seed"), schema: byId("schema"), maxTokens: byId("max-tokens"), system: byId("system"), copy: byId("copy"), clear: byId("clear"),
@@ -244,17 +246,19 @@ async function follow() {
     if (error.status !== 403) throw error;
     show("status", "this key can read its own batches only, not the metrics of the server", "warn");
     await new Promise((resolve) => setTimeout(resolve, 1000 * BATCHES_EVERY));
-    if (!document.hidden) await batches.refresh();
+    if (!document.hidden) await Promise.all([batches.refresh(), teams.refresh()]);
     return;
   }
   draw();
-  await batches.refresh();
+  await Promise.all([batches.refresh(), teams.refresh()]);
   let ticks = 0;
   for await (const data of events(await call("/dashboard/events"))) {
     history.add(JSON.parse(data));
     draw();
     ticks += 1;
-    if (ticks % BATCHES_EVERY === 0 && !document.hidden) batches.refresh();
+    if (ticks % BATCHES_EVERY !== 0 || document.hidden) continue;
+    batches.refresh();
+    teams.refresh();
   }
 }
 
