@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from batch_tools import keys_of
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -47,7 +48,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    serve = [*SERVE, "--port", str(port), "--state-dir", str(folder / "state")]
+    names = ["--served-model-name", "tidemill-demo", "--served-model-name", "second"]
+    serve = [*SERVE, *names, "--port", str(port), "--state-dir", str(folder / "state")]
     with running(serve, f"{url}/ready", folder):
         yield url
 
@@ -184,6 +186,134 @@ def test_an_answer_that_was_cut_off_says_so_and_goes_on(page: Any) -> None:
     assert page.find_element(By.CSS_SELECTOR, ".turn.assistant .text").text.startswith(shown)
 
 
+def test_tokens_are_shaded_by_probability_and_name_their_alternatives(page: Any) -> None:
+    show(page, "Chat")
+    press(page, "New chat")
+    press_summary(page, "settings")
+    page.find_element(By.ID, "logprobs").click()
+    for field, value in (("temperature", "1.5"), ("seed", "1"), ("max-tokens", "6")):
+        page.find_element(By.ID, field).send_keys(value)
+    page.find_element(By.ID, "prompt").send_keys("What is tidemill?\n")
+    until(lambda: "first token after" in text(page, "turns") and not page.execute_script(RUNNING))
+    tokens = page.find_elements(By.CSS_SELECTOR, ".turn.assistant .tokens > span")
+    assert len(tokens) == 6
+    doubts = [page.execute_script("return arguments[0].style.getPropertyValue('--doubt')", each) for each in tokens]
+    assert len(set(doubts)) > 1 and all(0 <= int(doubt.removesuffix("%")) <= 85 for doubt in doubts)
+    note = page.find_element(By.CSS_SELECTOR, ".turn.assistant .note")
+    ActionChains(page).move_to_element(tokens[1]).perform()
+    assert re.match(r'".*" [\d.]+ %, else (".*" [\d.]+ %(, )?){4,5}$', until(lambda: "else" in note.text and note.text))
+    page.execute_script("arguments[0].focus()", tokens[0])
+    first = note.text
+    ActionChains(page).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT).perform()
+    assert page.switch_to.active_element == tokens[2] and note.text != first
+    shown = page.find_element(By.CSS_SELECTOR, ".tokens").text
+    press(page, "Continue")
+    until(lambda: not page.execute_script(RUNNING))
+    assert page.find_element(By.CSS_SELECTOR, ".tokens").text.startswith(shown)
+    assert len(page.find_elements(By.CSS_SELECTOR, ".turn.assistant .tokens > span")) > 6
+    page.refresh()
+    until(lambda: page.find_elements(By.CSS_SELECTOR, ".turn.assistant .text"))
+    assert not page.find_elements(By.CSS_SELECTOR, ".tokens"), "a reload keeps the text, not the alternatives"
+
+
+RUNNING = "return document.getElementById('send').textContent == 'Stop'"
+
+
+def test_two_columns_answer_side_by_side_and_stop_together(page: Any) -> None:
+    show(page, "Chat")
+    press(page, "New chat")
+    page.find_element(By.ID, "prompt").send_keys("What is the capital of France?\n")
+    until(lambda: "first token after" in text(page, "turns") and not page.execute_script(RUNNING))
+    page.find_element(By.ID, "beside").click()
+    assert "capital of France" in text(page, "turns-2"), "the second column goes on from the same messages"
+    assert page.find_element(By.ID, "models").get_property("value") == "tidemill-demo"
+    assert page.find_element(By.ID, "models-2").get_property("value") == "second"
+    page.execute_script("document.querySelector('#column-2 .settings').open = true")
+    page.find_element(By.ID, "max-tokens-2").send_keys("2")
+    page.find_element(By.ID, "prompt").send_keys("And of Spain?\n")
+    until(lambda: text(page, "turns-2").count("first token after") == 1 and not page.execute_script(RUNNING))
+    assert text(page, "turns").count("first token after") == 2
+    assert "2 tokens" in text(page, "turns-2") and "cut off" in text(page, "turns-2")
+    page.find_element(By.ID, "prompt").send_keys("And of Italy?")
+    page.execute_script("const f = document.getElementById('ask'); f.requestSubmit(); f.requestSubmit()")
+    until(lambda: not page.execute_script(RUNNING))
+    assert "stopped" in text(page, "turns") and "stopped" in text(page, "turns-2")
+    press(page, "New chat")
+    assert not text(page, "turns") and not text(page, "turns-2")
+    page.find_element(By.ID, "beside").click()
+    assert not page.find_element(By.ID, "column-2").is_displayed()
+
+
+OUTSIDE = """
+return [...document.querySelectorAll(".card")].flatMap((card) => {
+  const edge = card.getBoundingClientRect();
+  return [...card.querySelectorAll(":not(.hidden, .skip)")].filter((each) => {
+    const box = each.getBoundingClientRect();
+    return box.width && each.checkVisibility() && (box.right > edge.right + 1 || box.left < edge.left - 1);
+  }).map((each) => `${each.outerHTML.slice(0, 120)} in ${card.id}`);
+});
+"""
+
+
+def test_teams_and_two_answers_stand_within_their_cards(page: Any, tmp_path: Path) -> None:
+    """An operator sees all teams, a team itself. SCREENSHOTS=FOLDER keeps each width and theme."""
+    port, long_name = free_port(), "w" * 64
+    url = f"http://127.0.0.1:{port}"
+    keys = keys_of(tmp_path, "boss ops operator", "shop shop requests=1", f"long {long_name}")
+    flags = ["--port", str(port), "--state-dir", str(tmp_path / "state"), "--api-key-file", keys]
+    with running([*SERVE, *flags], f"{url}/ready", tmp_path):
+        body = json.loads(rows(1))["body"]
+        for key in ("shop", "long"):
+            head = {"authorization": f"Bearer {key}"}
+            assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=head).status_code == 200
+        page.get(url)
+        enter_key(page, "shop")
+        until(lambda: "shop" in text(page, "team-rows"))
+        assert "shop" in text(page, "team-rows") and long_name not in text(page, "team-rows")
+        page.execute_script("sessionStorage.setItem('tidemill-key', 'boss')")
+        page.refresh()
+        until(lambda: text(page, "status") == "ready")
+        (tmp_path / "wrong.jsonl").write_text(rows(2).replace("tidemill-demo", "no-such-model-of-a-rather-long-name"))
+        upload(page, tmp_path / "wrong.jsonl")
+        until(lambda: long_name in text(page, "team-rows") and "failed" in text(page, "batch-rows"))
+        assert re.search(r"^shop [1-9]\d* \+ [1-9]\d* 0 \+ 0 ", text(page, "team-rows"), re.MULTILINE)
+        show(page, "Chat")
+        press_summary(page, "settings")
+        for tick in ("beside", "logprobs"):
+            page.find_element(By.ID, tick).click()
+        for field, value in (("temperature", "1.5"), ("seed", "1"), ("max-tokens", "80")):
+            page.find_element(By.ID, field).send_keys(value)
+        page.execute_script("document.getElementById('max-tokens-2').value = 40")
+        page.find_element(By.ID, "prompt").send_keys(f"What is tidemill? {long_name}\n")
+        until(lambda: not page.execute_script(RUNNING) and "first token after" in text(page, "turns-2"))
+        page.execute_script("document.querySelector('.tokens > :nth-child(3)').focus()")
+        for width in (1440, 1024, 400):
+            for theme in ("light", "dark"):
+                media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+                page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+                for view in ("Live", "Chat"):
+                    resize(page, width)
+                    show(page, view)
+                    time.sleep(1.5)  # a drawing
+                    keep_picture(page, f"teams-{view}-{width}-{theme}.png")
+                    assert page.execute_script(OUTSIDE) == [], (width, theme, view)
+    page.get_log("browser")  # of a key that may not see all figures
+
+
+def enter_key(page: Any, key: str) -> None:
+    until(lambda: page.find_element(By.ID, "key-dialog").is_displayed())
+    page.find_element(By.ID, "key").send_keys(key + "\n")
+
+
+def keep_picture(page: Any, name: str) -> None:
+    """With SCREENSHOTS=FOLDER keep the whole page as it looks."""
+    if folder := os.environ.get("SCREENSHOTS"):
+        page.execute_script("document.activeElement.blur()")
+        width = page.execute_script("return innerWidth")
+        resize(page, width, max(900, page.execute_script("return document.documentElement.scrollHeight")))
+        until(lambda: page.get_screenshot_as_file(str(Path(folder) / name)))
+
+
 def test_markup_in_messages_and_names_stays_text(page: Any, tmp_path: Path) -> None:
     trap = "<img src=x onerror=window.caught=1><script>window.caught=1</script>"
     source = tmp_path / "<b onmouseover=alert(1)>.jsonl"
@@ -207,8 +337,7 @@ def test_a_key_is_asked_for_where_keys_are_configured(page: Any, tmp_path: Path)
         assert httpx.get(f"{url}/dashboard/history").status_code == 401
         page.get(url)
         for key in ("sk-wrong", "sk-right"):
-            until(lambda: page.find_element(By.ID, "key-dialog").is_displayed())
-            page.find_element(By.ID, "key").send_keys(key + "\n")
+            enter_key(page, key)
             if key == "sk-wrong":
                 until(lambda: text(page, "key-note") == "That key was not accepted.")
         until(lambda: text(page, "status") == "ready")
@@ -263,7 +392,7 @@ def test_an_open_page_does_not_grow(page: Any) -> None:
     ("view", "wanted"),
     [
         ("Live", {"Skip to content", "Live", "Chat", "file", "window", "only-running", "span"}),
-        ("Chat", {"Skip to content", "Live", "Chat", "models", "clear", "copy", "prompt", "send"}),
+        ("Chat", {"Skip to content", "Live", "Chat", "clear", "copy", "beside", "models", "prompt", "send"}),
     ],
 )
 def test_all_of_it_is_reached_by_keyboard_and_seen(page: Any, view: str, wanted: set[str]) -> None:

@@ -14,6 +14,7 @@ const { answerOf, causesOf, failedOf, rowsOf } = await import(new URL("detail.js
 const { History, WINDOW, partsOf, percentile } = await import(new URL("series.js", files));
 const { batchSentence, classesOf, eventsOf, folded, mechanismsOf, worth } = await import(new URL("story.js", files));
 const { teamCells } = await import(new URL("teams.js", files));
+const { alternativesText, chanceOf, piecesOf } = await import(new URL("tokens.js", files));
 
 test("events are the same however the stream was cut", () => {
   const whole = 'data: {"a":1}\n\n: comment\n\ndata: two\ndata: lines\r\n\r\ndata: [DONE]\n\n';
@@ -205,6 +206,19 @@ test("the row of a team has the sums of its requests and batch lines", () => {
   const unknown = { ...used, engine_seconds: null, value: null };
   assert.deepEqual(teamCells({ ...team, requests: unknown, batches: unknown }).slice(-2), ["–", "–"]);
   assert.equal(teamCells({ ...team, requests: unknown }).at(-2), "1.50 s", "only one part is known");
+});
+
+test("a chunk is shown by token, unless tokens share a character", () => {
+  const token = (text, chance, bytes = [...Buffer.from(text)]) => ({ token: text, logprob: Math.log(chance), bytes, top_logprobs: [] });
+  const [two, words] = [[token(" Pa", 0.5), token("ris", 0.8)], [token("\ufffd", 0.5, [226]), token("\ufffd", 0.5, [130, 172])]];
+  assert.deepEqual(piecesOf(" Paris", two), [{ text: " Pa", tokens: [two[0]] }, { text: "ris", tokens: [two[1]] }]);
+  assert.deepEqual(piecesOf("€", words), [{ text: "€", tokens: words }]);
+  assert.deepEqual([piecesOf("", two), piecesOf("kept", [])], [[], [{ text: "kept", tokens: [] }]]);
+  assert.ok(Math.abs(chanceOf(piecesOf("€", words)[0]) - 0.25) < 1e-9);
+  assert.equal(chanceOf({ tokens: [] }), 1, "a text without probabilities is not shaded");
+  const rivals = [token("ris", 0.8), token("\n", 0.15), token("rt", 0.04)];
+  assert.equal(alternativesText({ tokens: [{ ...two[1], top_logprobs: rivals }] }), '"ris" 80 %, else "\\n" 15 %, "rt" 4 %');
+  assert.equal(alternativesText({ tokens: two }), '" Pa" 50 %; "ris" 80 %');
 });
 
 test("worth of tokens", () => {

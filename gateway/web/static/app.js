@@ -31,8 +31,7 @@ const batches = new Batches({
 });
 const teams = new Teams({ card: byId("teams"), head: byId("team-head"), rows: byId("team-rows"), note: byId("teams-note"), prices });
 const chat = new Chat({
-  turns: byId("turns"), form: byId("ask"), prompt: byId("prompt"), send: byId("send"), tier: byId("tier"), models: byId("models"),
-  temperature: byId("temperature"), topP: byId("top-p"), seed: byId("seed"), schema: byId("schema"), maxTokens: byId("max-tokens"), system: byId("system"), copy: byId("copy"), clear: byId("clear"),
+  column: byId("column"), form: byId("ask"), prompt: byId("prompt"), send: byId("send"), copy: byId("copy"), clear: byId("clear"), beside: byId("beside"),
 });
 
 function show(id, text, state = "") {
