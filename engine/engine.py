@@ -439,7 +439,7 @@ class Engine:
 
     def _watch_step(self, output: SchedulerOutput) -> None:
         """Start the hang timer of a step. Warm-up steps get no predicted latency because they also initialize."""
-        self._step_watch.begin(output.predicted_latency if self._warm else None)
+        self._step_watch.begin(output.predicted_latency if self._warm else None, output.features.num_tokens)
 
     def _start(self, output: SchedulerOutput) -> Callable[[], asyncio.Future[ModelRunnerOutput]]:
         """Launch a step in the runner thread. Return a function that returns a future of its result; call it once.
@@ -473,6 +473,8 @@ class Engine:
             await self._on_failed_step(output, error)
         if self._death is not None:
             return
+        if result is not None:
+            self._step_watch.succeeded(output.features.num_tokens)
         self._in_flight.popleft()
         now = self._clock()
         self._step_started = now if self._in_flight else None

@@ -415,6 +415,27 @@ def test_a_slow_device_stops_in_time_with_a_usable_fit(slowdown: float) -> None:
     assert fit(samples, token_limit=2048).mape(mix) < (0.05 if slowdown == 30 else 0.3)
 
 
+@pytest.mark.parametrize("token", [3e-4, 2e-3, 8e-3])
+def test_a_short_sweep_of_a_device_whose_weights_take_long_knows_that_prompts_take_time(token: float) -> None:
+    """Proportional extrapolation from one token would skip each prompt, and the fit would call prompts free."""
+    now = 0.0
+
+    def seconds(features: BatchFeatures) -> float:
+        return max(0.2, token * features.num_tokens) + 5e-6 * features.decode_context_sum
+
+    def measure(shape: StepShape) -> float:
+        nonlocal now
+        now += (took := seconds(shape.features()))
+        return took
+
+    model = fit(run_sweep(measure, LIMITS, 5.0, lambda: now), token_limit=2048)
+    assert now < 5.5
+    for length in (256, 512, 1536):
+        prompt = BatchFeatures()
+        prompt.add_chunk(0, length)
+        assert 0.6 < model.predict(prompt) / seconds(prompt) < 1.6, length
+
+
 def test_a_sample_is_the_median_after_a_warm_up() -> None:
     times = iter([9.0, 1.0, 5.0, 2.0] * 1000)
     samples = run_sweep(lambda shape: next(times), LIMITS, 1.0, lambda: 0.0, max_shapes=3)

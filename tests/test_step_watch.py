@@ -111,6 +111,18 @@ async def test_each_step_begins_anew() -> None:
     assert not told
 
 
+async def test_a_prediction_is_not_trusted_for_a_step_far_larger_than_any_before() -> None:
+    told: list[float] = []
+    watch = StepWatch(StepLimits(floor=0.01, unknown=0.08), told.append)
+    for tokens, largest, limit in ((8, 0, 0.08), (8, 2, 0.01), (9, 2, 0.08), (9, 3, 0.01)):
+        watch.succeeded(largest)
+        watch.begin(0.0, tokens)
+        await until(lambda: bool(told))
+        assert told == [limit], (tokens, largest)
+        told.clear()
+    assert StepLimits().limit(10.0, trusted=False) == 200.0, "never less than for a trusted prediction"
+
+
 BUSY = "import time\nend = time.thread_time() + 120\nwhile time.thread_time() < end: pass"
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")

@@ -38,15 +38,22 @@ WAITING = 0.05
 _NEW = ThreadActivity(0.0, 0.0, "")
 
 
+GROWTH = 4
+"""A predicted time is trusted for steps of up to GROWTH times the tokens of the largest step that has succeeded. Larger
+steps may take far longer than a model extrapolates: one without large samples predicts that prompts are free."""
+
+
 class StepLimits(NamedTuple):
-    """Seconds after which a step is hung: `factor` x its predicted time, at least `floor`; else `unknown`."""
+    """Seconds after which a step is hung: `factor` x its predicted time, at least `floor`; at least `unknown` if the
+    prediction is missing or not trusted."""
 
     floor: float = 2.0
     factor: float = 20.0
     unknown: float = 60.0
 
-    def limit(self, predicted: float | None) -> float:
-        return self.unknown if predicted is None else max(self.floor, self.factor * predicted)
+    def limit(self, predicted: float | None, *, trusted: bool = True) -> float:
+        least = self.floor if trusted and predicted is not None else self.unknown
+        return max(least, self.factor * (predicted or 0.0))
 
 
 def charged(before: Activity, after: Activity, interval: float) -> float:
@@ -95,11 +102,16 @@ class StepWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._last: Activity | None = None
         self._charged = 0.0
+        self._most_tokens = 0
 
-    def begin(self, predicted: float | None) -> None:
-        """Start the timer of a step. `predicted`: its predicted seconds; None if unknown."""
+    def begin(self, predicted: float | None, tokens: int = 0) -> None:
+        """Start the timer of a step of `tokens` tokens. `predicted`: its predicted seconds; None if unknown."""
         self.end()
-        self._look_after(self._limits.limit(predicted))
+        self._look_after(self._limits.limit(predicted, trusted=tokens <= GROWTH * self._most_tokens))
+
+    def succeeded(self, tokens: int) -> None:
+        """Record that a step of `tokens` tokens has succeeded."""
+        self._most_tokens = max(self._most_tokens, tokens)
 
     def end(self) -> None:
         """Stop the timer."""

@@ -5,9 +5,10 @@ and units are assigned here, without the core, so the runner must be idle. The m
 
 Start-up sweep: the steps to measure, their order, and the time limit (HyGen §4.2, "Training Data").
 
-Pure: the caller runs a shape on its runner and returns seconds; the clock is an argument. Anchors that determine every
-term come first. Points around the knee between the memory-bound and the compute-bound regime follow, interleaved with a
-low-discrepancy sequence of mixed steps. Any prefix of this order gives a usable fit, so the sweep can stop at any time.
+Pure: the caller runs a shape on its runner and returns seconds; the clock is an argument. Prompts and contexts that
+grow come first, until they determine what a token costs beyond the weights, then anchors that determine every term.
+Points around the knee between the memory-bound and the compute-bound regime follow, interleaved with a low-discrepancy
+sequence of mixed steps. Any prefix of this order gives a usable fit, so the sweep can stop at any time.
 
 Measurement of cache operations on a real runner: decoding from hidden state, restoring KV, and swapping.
 
@@ -57,6 +58,13 @@ SHAPE_SHARE = 0.02
 """Share of the time limit for the repeats of one shape: on a slow device, more shapes help more than more repeats."""
 LONGEST_SHARE = 0.05
 """Maximum expected share of the time limit for one run. Longer steps are skipped and extrapolated."""
+GROWTH = 4
+"""Growth of the sizes in `growing_shapes`: a step takes at most GROWTH times as long as the one before it."""
+GROWING_SHARE = 0.5
+"""Share of the time left that a growing step may take. Where the weights alone take long, a token costs nothing in
+small steps; a fit without a larger one predicts that prompts are free."""
+SLOWER = 2.0
+"""Ratio to the smallest step from which the times of growing steps can be extrapolated."""
 DEFAULT_KNEE = 256
 MIX_PRIMES = (2, 3, 5, 7)
 ADAPTED = 3
@@ -128,6 +136,16 @@ def anchor_shapes(limits: Limits) -> Iterator[StepShape]:
     for start in (length // 4, length // 2, length):
         for chunk in (64, 512):
             yield StepShape(0, 0, ((max(min(start, length - chunk), 0), min(chunk, tokens, length)),))
+
+
+def growing_shapes(limits: Limits) -> Iterator[Iterator[StepShape]]:
+    """Yield prompts of 4, 16, 64, ... tokens, then a decode with contexts that grow likewise, within the limits."""
+    length = limits.max_model_len
+    sizes = [GROWTH**power for power in range(1, 16)]
+    prompts = (StepShape(0, 0, ((0, size),)) for size in sizes)
+    decodes = (StepShape(1, min(size, length)) for size in sizes[2:] if size < GROWTH * length)
+    for shapes in (prompts, decodes):
+        yield itertools.takewhile(lambda shape: shape.fits(limits), shapes)
 
 
 def under_adapters(shapes: Iterable[StepShape], adapters: int) -> Iterator[StepShape]:
@@ -244,11 +262,15 @@ def run_sweep(
     """
     sweep = _Sweep(measure, clock, budget_seconds, limits.reach)
     anchors = [shape for shape in dict.fromkeys(anchor_shapes(limits)) if shape.fits(limits)]
-    for shape in anchors:
-        sweep.take(shape)
+    sweep.take(anchors[0])
+    grown = {shape for shapes in growing_shapes(limits) for shape in sweep.take_growing(shapes)}
+    for shape in anchors[1:]:
+        if shape not in grown:
+            sweep.take(shape)
+    known = grown.union(anchors)
     shapes = under_adapters(plan_sweep(limits, find_knee(sweep.samples), max_shapes), adapters)
     for shape in under_masks(shapes) if masks else shapes:
-        if shape not in anchors and not sweep.take(shape):
+        if shape not in known and not sweep.take(shape):
             break
     return sweep.samples
 
@@ -268,12 +290,28 @@ class _Sweep:
         self._longest = LONGEST_SHARE * budget
         self._costs: list[tuple[int, int, float]] = []
 
-    def take(self, shape: StepShape) -> bool:
-        """Measure `shape` if the remaining time allows it; return False once the time is up."""
+    def take_growing(self, shapes: Iterable[StepShape]) -> Iterator[StepShape]:
+        """Measure and yield growing shapes up to the first that takes clearly longer than the smallest step, or that
+        may take too much of the time left."""
+        smallest = self.samples[0].seconds
+        for shape in shapes:
+            longest = GROWING_SHARE * (self._deadline - self._clock())
+            if self._expected(shape) > longest:
+                return
+            self.take(shape, longest)
+            yield shape
+            if self.samples[-1].seconds > SLOWER * smallest:
+                return
+
+    def take(self, shape: StepShape, longest: float | None = None) -> bool:
+        """Measure `shape` if the remaining time allows it; return False once the time is up.
+
+        `longest`: maximum expected seconds, in place of LONGEST_SHARE.
+        """
         left = self._deadline - self._clock()
         if self.samples and left <= 0:
             return False
-        if self.samples and self._expected(shape) > min(left, self._longest):
+        if self.samples and self._expected(shape) > min(left, self._longest if longest is None else longest):
             return True
         begin = self._clock()
         times = [self._measure(shape)]
