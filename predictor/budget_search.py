@@ -462,7 +462,7 @@ def _confirm(
     for candidate in ranking:
         if candidate is search.baseline:
             return candidate, True, spent
-        if any(_alike(candidate.params, other.params) for other in tried):
+        if any(_no_safer(candidate.params, other.params) for other in tried):
             continue
         if len(tried) == MAX_CONFIRMATIONS:
             break
@@ -476,10 +476,9 @@ def _confirm(
     return search.baseline, False, spent
 
 
-def _alike(one: BudgetParams, other: BudgetParams) -> bool:
-    """Return whether the parameters are so close that both would fail the same window."""
-    if one.rule != other.rule or one.delta != other.delta or math.isinf(one.lam) != math.isinf(other.lam):
+def _no_safer(one: BudgetParams, failed: BudgetParams) -> bool:
+    """Return whether `one` lets offline work disturb chats at least as much, so that it would fail the same window."""
+    if one.rule != failed.rule or one.delta != failed.delta or math.isinf(one.lam) != math.isinf(failed.lam):
         return False
-    ratio = one.latency_budget / other.latency_budget
-    weights = 1.0 if math.isinf(one.lam) else one.lam / other.lam
-    return max(ratio, 1 / ratio, weights, 1 / weights) < 1.05
+    weights = 1.0 if math.isinf(one.lam) else one.lam / failed.lam
+    return min(one.latency_budget / failed.latency_budget, weights) > 1 / 1.05

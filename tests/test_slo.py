@@ -257,6 +257,25 @@ def test_the_weighted_rule_beats_the_flat_budget_on_the_mean() -> None:
     assert ours.best.throughput >= 0.95 * 1.1 * 3600.0 * math.sqrt(0.008 / 0.004) ** 0.7
 
 
+def test_what_is_no_safer_than_a_failure_is_not_confirmed_next() -> None:
+    """Where memory bounds offline work, many budgets give as much in one window; small ones keep the others."""
+
+    def window(largest: float) -> Callable[[BudgetParams], dict[str, float]]:
+        def replay(params: BudgetParams) -> dict[str, float]:
+            late = 0.5 if params.latency_budget > largest else 0.05
+            rate = 4000.0 * min(params.latency_budget / 0.02, 1.0)
+            kept = float(late < 0.1)
+            return {"ttft_p99": late, "tbt_p99": late, "slo_attainment": kept, "offline_throughput": rate}
+
+        return replay
+
+    slo = SLO.parse("ttft_p99=1s,tbt_p99=100ms")
+    for largest in (0.03, 0.1):
+        found = search_budget(window(math.inf), slo, RANGE, confirm=[window(largest)])
+        assert found.confirmed and 0.0 < found.params.latency_budget <= largest
+        assert found.best.throughput >= 1000.0
+
+
 @pytest.mark.parametrize("edge", [0.006, 0.13, 5.0])
 def test_a_live_search_finds_the_largest_price_that_keeps_the_mean(edge: float) -> None:
     """18 replays; under the L of a flat budget no λ has an effect, and any λ above `edge` breaks the tolerance."""
