@@ -108,7 +108,7 @@ def interference(name: str, ours: list[Run], alone: list[Run]) -> Iterator[str]:
         (a, b)
         for left, right in zip(ours, alone, strict=True)
         for a, b in zip(left.online, right.online, strict=True)
-        if a.scheduled_at >= WARM_UP and a.ttft is not None and b.ttft is not None and a.gaps() and b.gaps()
+        if a.scheduled_at >= WARM_UP and a.ttft is not None and b.ttft is not None and a.gaps().size and b.gaps().size
     ]
     if len(pairs) < 2:
         return

@@ -40,8 +40,8 @@ def test_attainment_is_paired_by_request() -> None:
 
 
 def test_interference_is_paired_by_request() -> None:
-    alone = Run([record(6.0, 6.5, 7.0), record(8.0, 8.25, 8.5)], [], 20.0)
-    ours = Run([record(6.0, 6.75, 7.25), record(8.0, 8.25, 9.0)], [], 20.0, beside=3.0)
+    alone = Run([record(6.0, 6.5, 7.0, 7.5), record(8.0, 8.25, 8.5, 8.75)], [], 20.0)
+    ours = Run([record(6.0, 6.75, 7.25, 7.75), record(8.0, 8.25, 9.0, 9.75)], [], 20.0, beside=3.0)
     first, second, third = interference("ours", [ours], [alone])
     assert first.startswith("ours, 2 pairs: mean TTFT +33.3%") and first.endswith("P99 +50.0%")
     assert "mean TBT +66.7%" in second and second.endswith("P99 +50.0%")
