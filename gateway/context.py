@@ -1,8 +1,6 @@
 """Shared state of one application. There are no globals, so several applications can run in one process."""
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import secrets
 import time
@@ -163,12 +161,6 @@ class GatewayContext(ServerContext):
         info = self.client.info
         ends = self.tokenizer.ends_at(info.eos_token_ids)
         return info if ends == info.eos_token_ids else replace(info, eos_token_ids=ends)
-
-    def cache_salt(self, tenant: str, own: str | None = None) -> bytes:
-        """Return the salt that separates the tenant's prefix cache from those of other tenants, and requests with an
-        `own` salt from those with another."""
-        text = tenant if own is None else f"{tenant}\0{own}"
-        return hmac.digest(self.salt_secret, text.encode(), hashlib.sha256)[:16]
 
 
 def server_of(request: Request) -> ServerContext:

@@ -1,7 +1,6 @@
 """Calls of functions: parsed answers, offered and refused tools, and the answers to clients."""
 
 import dataclasses
-import functools
 import json
 import keyword
 import os
@@ -32,7 +31,7 @@ from engine.structured.compiler import GrammarCompiler, Matcher
 from engine.text.tokenizer import CHANNEL_TOKENS, Tokenizer
 from gateway.generate.answer_form import choose_format
 from gateway.generate.answer_parser import ParsedText, Parsing
-from gateway.generate.grammars import Function, form_rule
+from gateway.generate.grammars import Function
 from gateway.generate.tool_formats import FINAL, FORMATS, Call, find_format
 
 WEATHER = {
@@ -517,7 +516,7 @@ def test_an_answer_calls_or_has_the_form(writing: Writing, name: str) -> None:
         "required": ["n"],
         "additionalProperties": False,
     }
-    form = functools.partial(form_rule, schema=schema, whitespace=None)
+    form = Grammar("json", json.dumps(schema))
     text = FORMATS[name].grammar(REPORTS, writing.tokenizer.special_tokens, True, False, form)
     compiled = writing.compiler.compile(Grammar("lark", text))
     final = FINAL if name == "harmony" else ""

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from engine.errors import ConfigError, InvalidRequestError, ModelLoadError
+from engine.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelLoadError
 from engine.panics import as_error
 from engine.text.chat_template import ChatTemplate, complete, encode_text
 from engine.text.detokenizer import ByteRule, detokenizer_for, read_byte_rule
@@ -89,6 +89,14 @@ class Tokenizer:
         White space around a text does not count, because templates may strip it.
         """
         return -(-sum(len(text.strip()) for text in texts) // self._max_token_chars) if self._max_token_chars else 0
+
+    def check_length(self, texts: Iterable[str], max_model_len: int, param: str) -> None:
+        """Raise ContextLengthError for texts that cannot fit into the context by their length: tokenizing megabytes
+        takes seconds."""
+        least = self.least_tokens(texts)
+        if least >= max_model_len:
+            message = f"This model's context is {max_model_len} tokens; the prompt has at least {least}."
+            raise ContextLengthError(message, param=param)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a raw prompt; text of special tokens becomes the tokens."""

@@ -8,22 +8,20 @@ decides whether it can enforce the grammar.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import orjson
 
 from engine.errors import InvalidRequestError
 from engine.forms import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, ThinkingBudget, ThoughtMarks
-from engine.text.chat_template import text_of
 from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.grammars import Function, Lark, form_rule, quoted
+from gateway.generate.grammars import NO_SCHEMA, Function, exact_grammar, refusal
 from gateway.generate.history import arguments_text
-from gateway.generate.schemas import prepared, rounds_numbers
+from gateway.generate.params import AnswerRules
+from gateway.generate.schemas import prepared
 from gateway.generate.tool_formats import (
     ANALYSIS,
     END,
@@ -48,29 +46,11 @@ from gateway.generate.wire import (
 from gateway.http.json_text import check_numbers
 
 ANY_OBJECT = '{"type":"object"}'
-NO_SCHEMA = (AttributeError, TypeError, KeyError, ArithmeticError)
-"""Exceptions of a schema whose keywords have values of other types."""
 
 
 def grammar_of(body: GenerationBody) -> Grammar | None:
     """Return the grammar of the answer, or None for free text. Slow for large schemas. Raises InvalidRequestError."""
     return exact_grammar(form_of(body))
-
-
-def exact_grammar(form: Grammar | None) -> Grammar | None:
-    """Return a form, as Lark if it has numbers that the grammar library would round in a JSON schema."""
-    if form is None or form.kind != "json" or not rounds_numbers(schema := orjson.loads(form.text)):
-        return form
-    lark = Lark({})
-    try:
-        return dataclasses.replace(form, kind="lark", text=lark.whole(form_rule(lark, schema, form.whitespace)))
-    except RecursionError as error:
-        raise _refusal(form.param, ValueError("it is nested too deeply")) from error
-    except ValueError as error:
-        raise _refusal(form.param, error) from error
-    except NO_SCHEMA as error:
-        message = f"'{form.param}' is not a valid JSON schema."
-        raise InvalidRequestError(message, param=form.param, code="invalid_value") from error
 
 
 def form_of(body: GenerationBody) -> Grammar | None:
@@ -81,18 +61,13 @@ def form_of(body: GenerationBody) -> Grammar | None:
     if len(found) > 1:
         message = f"'{found[0].param}' and '{found[1].param}' cannot be used together."
         raise InvalidRequestError(message, param=found[1].param)
+    form = found[0]
     if body.ignore_eos:
-        raise InvalidRequestError(f"'ignore_eos' cannot be used with '{found[0].param}'.", param="ignore_eos")
-    _check_size(found[0])
-    return found[0]
-
-
-def _check_size(grammar: Grammar) -> None:
-    """Refuse a grammar that is too long, before sending it to the engine process, which would refuse it."""
-    size = len(grammar.text.encode()) + len((grammar.whitespace or "").encode())
-    if size > MAX_GRAMMAR_BYTES:
-        message = f"'{grammar.param}' cannot be enforced: it is longer than {MAX_GRAMMAR_BYTES // 1024} KiB."
-        raise InvalidRequestError(message, param=grammar.param)
+        raise InvalidRequestError(f"'ignore_eos' cannot be used with '{form.param}'.", param="ignore_eos")
+    # the engine process would refuse it, too, after it was sent
+    if len(form.text.encode()) + len((form.whitespace or "").encode()) > MAX_GRAMMAR_BYTES:
+        raise refusal(form.param, f"it is longer than {MAX_GRAMMAR_BYTES // 1024} KiB")
+    return form
 
 
 def is_structured(body: GenerationBody) -> bool:
@@ -156,23 +131,15 @@ def _named(values: Mapping[str, Any], prefix: str, whitespace: str | None) -> It
 def _json(schema: str | dict[str, Any], whitespace: str | None, param: str) -> Grammar:
     """Return the grammar of a schema, which may be sent as text."""
     try:
-        ready = prepared(_parse(schema) if isinstance(schema, str) else schema)
-    except ValueError as error:
-        raise _refusal(param, error) from error
-    return Grammar("json", orjson.dumps(ready).decode(), whitespace, param)
-
-
-def _refusal(param: str, error: ValueError) -> InvalidRequestError:
-    return InvalidRequestError(f"'{param}' cannot be enforced: {error}.", param=param)
-
-
-def _parse(text: str) -> Any:
-    try:
-        schema = orjson.loads(text)
+        if isinstance(schema, str):
+            text, schema = schema, orjson.loads(schema)
+            check_numbers(text.encode(), schema, in_schema=True)
+        ready = prepared(schema)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from error
-    check_numbers(text.encode(), schema, in_schema=True)
-    return schema
+        raise refusal(param, f"not JSON: {error}") from error
+    except ValueError as error:
+        raise refusal(param, error) from error
+    return Grammar("json", orjson.dumps(ready).decode(), whitespace, param)
 
 
 FLAG = "--tool-parser"
@@ -181,8 +148,6 @@ UNLIMITED = 2**31 - 1
 NO_ARGUMENTS = {"type": "object", "properties": {}}
 _IN_SYSTEM = re.compile(r"""message(\[['"]tools['"]\]|\.tools\b)""")
 """Matches chat templates that read the tools from a field of the system message."""
-_SLASH = re.compile(r"\\.|[/\n]", re.DOTALL)
-"""Matches the parts of a regular expression that need care between slashes."""
 _NEXT_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 _RESERVED = frozenset(
     {
@@ -226,16 +191,6 @@ def _switches(template: str) -> list[str]:
 
 
 # Reading of a body
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerRules:
-    """Rules of an answer, which depend on the end of the prompt."""
-
-    parsing: Parsing | None = None
-    """Parser settings; None: the answers are plain text."""
-    grammar: Grammar | None = None
-    thinking: ThinkingBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,23 +276,30 @@ class AnswerForm:
         allowed; None if none applies.
 
         `special`: ids of special tokens by text. Raises InvalidRequestError."""
-        functions, required, format = self.functions, self.must_call, self.format
-        enforces_calls = required or any(each.strict for each in functions)
-        if format is None or not (enforces_calls or (form is not None and (functions or format.has_channels))):
-            return exact_grammar(form)
-        if format.has_channels and self.continues:  # the prompt has begun the text
-            if enforces_calls:
+        enforces_calls = self.must_call or any(each.strict for each in self.functions)
+        format = self.format
+        if format is not None and (enforces_calls or (form is not None and (self.functions or format.has_channels))):
+            if not (format.has_channels and self.continues):
+                return self._in_format(format, special, form, enforces_calls)
+            if enforces_calls:  # the prompt has begun the text
                 raise _invalid("'continue_final_message' cannot be used with required or strict calls.", "tools")
-            return exact_grammar(form)
+        return exact_grammar(form)
+
+    def _in_format(
+        self, format: ToolFormat, special: Mapping[str, int], form: Grammar | None, enforces_calls: bool
+    ) -> Grammar:
+        required, functions = self.must_call, self.functions
         if self.called:
             functions = [each for each in functions if each.name == self.called]
         param = form.param if form is not None and not enforces_calls else "tools"
         try:
             enforced = [
-                _enforced(each) if required or each.strict else each._replace(parameters={}) for each in functions
+                each._replace(parameters=prepared(each.parameters or NO_ARGUMENTS) if required or each.strict else {})
+                for each in functions
             ]
-            write = None if form is None else _form_writer(form, bool(functions))
-            text = format.grammar(enforced, special, self.parallel, required, write, self.budget)
+            if form is not None:
+                _check_form(form, bool(functions))
+            text = format.grammar(enforced, special, self.parallel, required, form, self.budget)
         except (orjson.JSONEncodeError, RecursionError) as error:
             raise _invalid("The parameters of a tool are nested too deeply.", "tools") from error
         except ValueError as error:
@@ -345,6 +307,12 @@ class AnswerForm:
         except NO_SCHEMA as error:
             raise _invalid("The parameters of a tool are not a valid JSON schema.", "tools") from error
         return Grammar("lark", text, param="tools" if form is None else form.param)
+
+    def encode(self, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
+        """Return the token ids of the prompt. Slow. Raises InvalidRequestError, and ContextLengthError for long
+        texts."""
+        tokenizer.check_length(self.texts, max_model_len, "messages")
+        return tokenizer.encode_chat(self.messages, tools=self.tools, **self.options)
 
 
 def read_form(
@@ -472,36 +440,23 @@ def _texts(body: ChatCompletionRequest) -> Iterator[str]:
     yield from (tool.function.description or "" for tool in body.tools or ())
 
 
-def _form_writer(form: Grammar, offers: bool) -> Callable[[Lark], str]:
-    """Return a function that writes the rule of a form. Raises InvalidRequestError if it is not JSON and tools are
-    offered, or if it is a grammar."""
-    if form.kind == "json":
-        return partial(form_rule, schema=orjson.loads(form.text), whitespace=form.whitespace)
-    if offers:
+def _check_form(form: Grammar, offers: bool) -> None:
+    """Raise InvalidRequestError for a form that is not JSON if tools are offered, and for a grammar."""
+    if offers and form.kind != "json":
         raise _invalid(f"'{form.param}' cannot be used together with 'tools'; only JSON can.", form.param)
-    if form.kind == "choice":
-        return lambda lark: lark.terminal(" | ".join(map(quoted, orjson.loads(form.text))))
-    if form.kind == "regex":
-        return lambda lark: lark.terminal(f"/{_SLASH.sub(_escaped, form.text)}/")
+    if form.kind != "grammar":
+        return
     message = f"'{form.param}' cannot be used with this model, which answers in channels; use JSON, a regex or choices."
     raise _unsupported(message, form.param)
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
 
 
 def _template_messages(
     body: ChatCompletionRequest, format: ToolFormat | None, tools: Sequence[dict[str, Any]] | None
 ) -> list[dict[str, Any]]:
     """Return the messages for the chat template. `tools`: those to write into the system message, if any."""
-    id_chars = None if format is None else format.id_chars
-    messages = [_template_message(message, id_chars) for message in body.messages]
-    if format is not None and format.has_channels:
-        for message in messages:
-            _name_thoughts(message)
-    if format is not None and format.numbers_ids:
-        _number_ids(messages)
+    messages = [_template_message(message) for message in body.messages]
+    if format is not None:
+        format.adapt(messages)
     if tools is not None:
         if messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": ""})
@@ -509,9 +464,9 @@ def _template_messages(
     return messages
 
 
-def _template_message(message: ChatMessage, id_chars: int | None) -> dict[str, Any]:
-    """Convert a message: role `developer` to `system`, past reasoning to one name, and call ids to the length that the
-    template requires. A message without content gets an empty text."""
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """Convert a message: role `developer` to `system`, and past reasoning to one name. A message without content gets
+    an empty text."""
     fields = message.model_dump(exclude_none=True, exclude={"refusal", "reasoning"})
     if not message.tool_calls:
         fields.pop("tool_calls", None)
@@ -522,38 +477,7 @@ def _template_message(message: ChatMessage, id_chars: int | None) -> dict[str, A
         fields["role"] = "system"
     for call in fields.get("tool_calls", ()):
         call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-        call["id"] = _short(call["id"], id_chars)
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = _short(message.tool_call_id, id_chars)
     return fields
-
-
-def _name_thoughts(message: dict[str, Any]) -> None:
-    """Rename the reasoning as gpt-oss's template reads it. The template takes no text beside it in a message with calls
-    and writes a lone text as reasoning, so both become one text."""
-    thoughts = message.pop("reasoning_content", None)
-    if thoughts and message.get("tool_calls") and message.get("content"):
-        thoughts = f"{thoughts}\n\n{text_of(message.pop('content'))}"
-    if thoughts:
-        message["thinking"] = thoughts
-
-
-def _number_ids(messages: list[dict[str, Any]]) -> None:
-    """Replace the ids of calls and results by functions.NAME:NUMBER, numbered through the conversation."""
-    names: dict[str, str] = {}
-    number = 0
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            numbered = f"functions.{call['function']['name']}:{number}"
-            names[call["id"]], call["id"] = numbered, numbered
-            number += 1
-        if "tool_call_id" in message:
-            message["tool_call_id"] = names.get(message["tool_call_id"], message["tool_call_id"])
-
-
-def _short(call_id: str, size: int | None) -> str:
-    """Return a hexadecimal digest of a call id with `size` characters."""
-    return call_id if size is None else blake2b(call_id.encode(), digest_size=size).hexdigest()[:size]
 
 
 def _arguments(text: str) -> str:
@@ -562,11 +486,6 @@ def _arguments(text: str) -> str:
         return checked_call("", text or "{}").arguments
     except ValueError:
         return arguments_text(text)
-
-
-def _enforced(function: Function) -> Function:
-    """Return a function with a schema for grammars. Raises ValueError."""
-    return function._replace(parameters=prepared(function.parameters or NO_ARGUMENTS))
 
 
 def _invalid(message: str, param: str) -> InvalidRequestError:

@@ -9,6 +9,8 @@ long as it has run.
 
 import asyncio
 import functools
+import hashlib
+import hmac
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
@@ -262,9 +264,11 @@ def choose_model(context: GatewayContext, body: ModelBody) -> Model:
 
 def caller_of(context: GatewayContext, body: ModelBody, tenant: str, prefix: str, salt: str | None = None) -> Caller:
     """Return the identity of a request to a served model; see `choose_model`. `prefix`: prefix of the response id;
-    `salt`: the client's own salt of the prefix cache."""
+    `salt`: the client's own salt of the prefix cache, which tenants never share."""
     adapter = choose_model(context, body).adapter
-    return Caller(f"{prefix}{uuid.uuid4().hex}", context.cache_salt(tenant, salt), tenant, adapter)
+    shared_by = tenant if salt is None else f"{tenant}\0{salt}"
+    cache_salt = hmac.digest(context.salt_secret, shared_by.encode(), hashlib.sha256)[:16]
+    return Caller(f"{prefix}{uuid.uuid4().hex}", cache_salt, tenant, adapter)
 
 
 def find_model(context: ServerContext, name: str) -> Model:

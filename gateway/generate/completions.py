@@ -1,6 +1,5 @@
 """POST /v1/completions, prompts as text or token ids, and POST /v1/chat/completions."""
 
-import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from engine.errors import InvalidRequestError
 from engine.text.detokenizer import detokenizer_for
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
-from gateway.generate.answer_form import AnswerForm, check_stream_options, form_of, grammar_of, is_structured, read_form
+from gateway.generate.answer_form import check_stream_options, form_of, grammar_of, is_structured, read_form
 from gateway.generate.answer_parser import OutputDelta
 from gateway.generate.answering import (
     CHARS_PER_TOKEN,
@@ -27,13 +26,7 @@ from gateway.generate.answering import (
     run_by_size,
     run_text_work,
 )
-from gateway.generate.params import (
-    GenerationPlan,
-    TokenizedPrompt,
-    chat_plan,
-    check_texts,
-    completion_plan,
-)
+from gateway.generate.params import AnswerRules, GenerationPlan, TokenizedPrompt, chat_plan, completion_plan
 from gateway.generate.tool_formats import Call
 from gateway.generate.validation import UNHONOURED
 from gateway.generate.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, ModelBody
@@ -184,7 +177,7 @@ async def plan_completion(context: GatewayContext, body: CompletionRequest, tena
 
     def plan() -> GenerationPlan:
         prompts = encode_prompts(context, body.prompt, "prompt", is_raw=body.add_special_tokens is False)
-        return completion_plan(body, prompts, context.info, caller, grammar_of(body))
+        return completion_plan(body, prompts, context.info, caller, AnswerRules(grammar=grammar_of(body)))
 
     return await plan_by_length(context, body, body.prompt, plan, is_fast=not is_structured(body))
 
@@ -210,7 +203,7 @@ def encode_prompts(
     tokenizer = context.tokenizer
     for prompt in prompts:
         if isinstance(prompt, str):
-            check_texts((prompt,), tokenizer, context.client.info, param)
+            tokenizer.check_length((prompt,), context.client.info.max_model_len, param)
     return tuple(
         TokenizedPrompt(tuple(tokenizer.encode(prompt, add_special_tokens=not is_raw)), prompt)
         if isinstance(prompt, str)
@@ -301,15 +294,16 @@ async def plan_chat(
     """See `ModelEndpoint.plan`. Also used for requests translated from other APIs. `prefix`: prefix of the response id;
     `clip`: see `chat_plan`."""
     caller, info = caller_of(context, body, tenant, prefix, body.cache_salt), context.info
-    form = await run_by_size(context, body, _reader(context, body))
+    tokenizer = context.tokenizer
+    read = partial(read_form, body, context.tool_format, context.thought_marks, tokenizer.chat_template_text)
+    form = await run_by_size(context, body, read)
 
     def plan() -> GenerationPlan:
-        tokenizer = context.tokenizer
-        token_ids = _encode(context, form)
+        token_ids = form.encode(tokenizer, info.max_model_len)
         prompt_end = tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
-        rules = form.rules(prompt_end, tokenizer.atomic_tokens, form_of(body))
-        plan = chat_plan(body, token_ids, info, caller, rules.grammar, rules.thinking, clip)
-        return dataclasses.replace(plan, parsing=rules.parsing, continues=form.continues)
+        asked = form_of(body)
+        rules = form.rules(prompt_end, tokenizer.atomic_tokens, asked)
+        return chat_plan(body, token_ids, info, caller, rules, clip)
 
     # always in a thread: the time of a chat template does not follow from the length of the messages
     return await run_text_work(context, plan)
@@ -318,21 +312,14 @@ async def plan_chat(
 async def prompt_ids(context: GatewayContext, body: ChatCompletionRequest) -> list[int]:
     """Return the prompt's token ids of a chat request. Raises the same exceptions as `plan_chat`."""
     choose_model(context, body)
-    read = _reader(context, body, generates=False)
-    return await run_text_work(context, lambda: _encode(context, read()))
 
+    def encode() -> list[int]:
+        tokenizer = context.tokenizer
+        template = tokenizer.chat_template_text
+        form = read_form(body, context.tool_format, context.thought_marks, template, generates=False)
+        return form.encode(tokenizer, context.client.info.max_model_len)
 
-def _reader(
-    context: GatewayContext, body: ChatCompletionRequest, *, generates: bool = True
-) -> Callable[[], AnswerForm]:
-    template = context.tokenizer.chat_template_text
-    return partial(read_form, body, context.tool_format, context.thought_marks, template, generates=generates)
-
-
-def _encode(context: GatewayContext, form: AnswerForm) -> list[int]:
-    """Return the token ids of the prompt. Slow."""
-    check_texts(form.texts, context.tokenizer, context.client.info, "messages")
-    return context.tokenizer.encode_chat(form.messages, tools=form.tools, **form.options)
+    return await run_text_work(context, encode)
 
 
 class ChatFormat(CompletionStream):

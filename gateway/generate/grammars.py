@@ -7,14 +7,15 @@ import keyword
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 import orjson
 
-from engine.forms import MAX_GRAMMAR_BYTES
+from engine.errors import InvalidRequestError
+from engine.forms import MAX_GRAMMAR_BYTES, Grammar
 from gateway.generate.schemas import choices_of, rounds_numbers
 
 
@@ -318,14 +319,60 @@ def json_rule(lark: Lark, schema: Any) -> str:
     return lark.json({**schema, **_SPACED} if isinstance(schema, Mapping) else schema)
 
 
-def form_rule(lark: Lark, schema: Any, whitespace: str | None) -> str:
-    """Return a rule for a JSON answer, compact or with `whitespace` between tokens. Raises ValueError."""
+NO_SCHEMA = (AttributeError, TypeError, KeyError, ArithmeticError)
+"""Exceptions of a schema whose keywords have values of other types."""
+_SLASH = re.compile(r"\\.|[/\n]", re.DOTALL)
+"""Matches the parts of a regular expression that need care between slashes."""
+
+
+def form_rule(lark: Lark, form: Grammar) -> str:
+    """Return a rule for a form: JSON, choices, or a regular expression. Raises ValueError."""
+    if form.kind == "choice":
+        return lark.terminal(" | ".join(map(quoted, orjson.loads(form.text))))
+    if form.kind == "regex":
+        return lark.terminal(f"/{_SLASH.sub(_escaped, form.text)}/")
+    schema, whitespace = orjson.loads(form.text), form.whitespace
+    exact = _exact_rule(lark, schema, whitespace)
+    if exact is not None:
+        return exact
+    options = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
+    return lark.json({**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
+
+
+def _exact_rule(lark: Lark, schema: Any, whitespace: str | None) -> str | None:
+    """Return a rule for compact JSON, or None if the grammar library rounds no number of the schema. Raises
+    ValueError."""
     if not rounds_numbers(schema):
-        options = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
-        return lark.json({**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema)
+        return None
     if whitespace is not None:
         raise ValueError("white space cannot be chosen for a schema with numbers of more than 15 digits")
     return lark.rule(Literals(lark, COMPACT, schema).value(schema))
+
+
+def exact_grammar(form: Grammar | None) -> Grammar | None:
+    """Return a form, as Lark if it is a JSON schema with numbers that the grammar library would round. Raises
+    InvalidRequestError."""
+    if form is None or form.kind != "json":
+        return form
+    lark = Lark({})
+    try:
+        rule = _exact_rule(lark, orjson.loads(form.text), form.whitespace)
+        return form if rule is None else replace(form, kind="lark", text=lark.whole(rule))
+    except RecursionError as error:
+        raise refusal(form.param, "it is nested too deeply") from error
+    except ValueError as error:
+        raise refusal(form.param, error) from error
+    except NO_SCHEMA as error:
+        message = f"'{form.param}' is not a valid JSON schema."
+        raise InvalidRequestError(message, param=form.param, code="invalid_value") from error
+
+
+def refusal(param: str, reason: object) -> InvalidRequestError:
+    return InvalidRequestError(f"'{param}' cannot be enforced: {reason}.", param=param)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import functools
 import math
 import secrets
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -23,7 +23,6 @@ from engine.api import EngineRequest, Lane, RequestClass, SamplingParams
 from engine.client import EngineInfo
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.forms import Grammar, Pooling, ThinkingBudget
-from engine.text.tokenizer import Tokenizer
 from gateway.generate.answer_parser import Parsing
 from gateway.generate.wire import (
     ChatCompletionRequest,
@@ -224,14 +223,23 @@ class Caller:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerRules:
+    """Rules of an answer."""
+
+    parsing: Parsing | None = None
+    """Parser settings; None: the answers are plain text."""
+    grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
+
+
 def chat_plan(
     body: ChatCompletionRequest,
     token_ids: Sequence[int],
     info: EngineInfo,
     caller: Caller,
-    grammar: Grammar | None = None,
-    thinking: ThinkingBudget | None = None,
-    clip: bool = False,
+    rules: AnswerRules,
+    clip: bool,
 ) -> GenerationPlan:
     """Plan one prompt. The default maximum length of the answer is the rest of the context. `clip`: reduce a larger
     `max_tokens` to the rest of the context instead of raising."""
@@ -241,20 +249,17 @@ def chat_plan(
     if clip:
         max_tokens = min(max_tokens, max(1, room))
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _plan(body, (prompt,), (max_tokens,), num_logprobs, info, caller, "messages", grammar, thinking)
+    plan = _plan(body, (prompt,), (max_tokens,), num_logprobs, info, caller, "messages", rules)
+    return dataclasses.replace(plan, continues=bool(body.continue_final_message))
 
 
 def completion_plan(
-    body: CompletionRequest,
-    prompts: Sequence[TokenizedPrompt],
-    info: EngineInfo,
-    caller: Caller,
-    grammar: Grammar | None = None,
+    body: CompletionRequest, prompts: Sequence[TokenizedPrompt], info: EngineInfo, caller: Caller, rules: AnswerRules
 ) -> GenerationPlan:
     """Plan several prompts. The default maximum length is OpenAI's, but at most the rest of the context."""
     rooms = [max(1, info.max_model_len - len(prompt.token_ids)) for prompt in prompts]
     lengths = [min(COMPLETION_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens for room in rooms]
-    plan = _plan(body, tuple(prompts), tuple(lengths), body.logprobs, info, caller, "prompt", grammar)
+    plan = _plan(body, tuple(prompts), tuple(lengths), body.logprobs, info, caller, "prompt", rules)
     generates, shows_scores = body.max_tokens != 0, body.echo and body.logprobs is not None
     if not (info.scores_prompts or (generates and not shows_scores)):
         param = "echo" if shows_scores else "max_tokens"
@@ -278,15 +283,14 @@ def _plan(
     info: EngineInfo,
     caller: Caller,
     param: str,
-    grammar: Grammar | None,
-    thinking: ThinkingBudget | None = None,
+    rules: AnswerRules,
 ) -> GenerationPlan:
     n, stop = body.n or 1, tuple(body.stop or ())
     request_class = body.request_class
     # a background answer needs no intermediate outputs, unless stop strings must be checked
     final_only = request_class is RequestClass.OFFLINE and not body.stream and not stop
-    own = grammar and dataclasses.replace(grammar, tenant=caller.tenant)
-    fields = {**_sampling_fields(body, num_logprobs, info), "grammar": own, "thinking": thinking}
+    grammar = rules.grammar and dataclasses.replace(rules.grammar, tenant=caller.tenant)
+    fields = {**_sampling_fields(body, num_logprobs, info), "grammar": grammar, "thinking": rules.thinking}
     requests: list[EngineRequest] = []
     for prompt, length in zip(prompts, max_tokens, strict=True):
         check_prompt(prompt.token_ids, length, info, param)
@@ -309,6 +313,7 @@ def _plan(
         skip_special_tokens=body.skip_special_tokens is not False,
         stream=bool(body.stream),
         stream_options=body.stream_options or StreamOptions(),
+        parsing=rules.parsing,
     )
 
 
@@ -372,15 +377,6 @@ def _check_ids(ids: Collection[int], info: EngineInfo, param: str) -> None:
     if ids and not 0 <= min(ids) <= max(ids) < info.vocab_size:
         message = f"'{param}' contains an unknown token id; this model has ids from 0 to {info.vocab_size - 1}."
         raise InvalidRequestError(message, param=param)
-
-
-def check_texts(texts: Iterable[str], tokenizer: Tokenizer, info: EngineInfo, param: str) -> None:
-    """Raise ContextLengthError for texts that cannot fit into the context by their length: tokenizing megabytes takes
-    seconds."""
-    least = tokenizer.least_tokens(texts)
-    if least >= info.max_model_len:
-        message = f"This model's context is {info.max_model_len} tokens; the prompt has at least {least}."
-        raise ContextLengthError(message, param=param)
 
 
 def check_prompt(token_ids: Sequence[int], max_tokens: int, info: EngineInfo, param: str) -> None:

@@ -9,7 +9,6 @@ from engine.errors import InvalidRequestError
 from gateway.context import GatewayContext, context_of
 from gateway.generate.answering import choose_model, read_body, run_text_work
 from gateway.generate.completions import prompt_ids
-from gateway.generate.params import check_texts
 from gateway.generate.validation import UNHONOURED, JsonPost, parse_json
 from gateway.generate.wire import ChatCompletionRequest, ModelBody, TokenId
 
@@ -63,7 +62,7 @@ async def tokenize(request: Request) -> Response:
 
 async def _encode(context: GatewayContext, body: TokenizeRequest) -> list[int]:
     choose_model(context, body)
-    check_texts((body.prompt,), context.tokenizer, context.client.info, "prompt")
+    context.tokenizer.check_length((body.prompt,), context.client.info.max_model_len, "prompt")
     adds = body.add_special_tokens is not False
     return await run_text_work(context, lambda: context.tokenizer.encode(body.prompt, add_special_tokens=adds))
 

@@ -22,11 +22,13 @@ import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import orjson
 
+from engine.forms import Grammar
 from gateway.generate.grammars import (
     GEMMA,
     PYTHON,
@@ -38,8 +40,10 @@ from gateway.generate.grammars import (
     LiteralCall,
     XmlCall,
     XmlSyntax,
+    form_rule,
     is_text,
 )
+from gateway.generate.history import joined
 from gateway.generate.schemas import KINDS, kinds_of
 
 
@@ -416,11 +420,11 @@ _COMMENTARY = "<|channel|>commentary<|message|>"
 _NEXT = "<|end|><|start|>assistant"
 
 
-def channel_rule(lark: Lark, calls: str, form: Callable[[Lark], str] | None, required: bool, budget: int | None) -> str:
+def channel_rule(lark: Lark, calls: str, form: Grammar | None, required: bool, budget: int | None) -> str:
     """Return an expression for an answer.
 
-    `calls`: expression for a call, "" without tools; `form`: writes the rule of the final text; `required`: the answer
-    must call; `budget`: maximum number of reasoning tokens.
+    `calls`: expression for a call, "" without tools; `form`: of the final text; `required`: the answer must call;
+    `budget`: maximum number of reasoning tokens.
     """
     anything, following = lark.terminal("/(?s:.)*/"), lark.text(_NEXT)
     limit = "" if budget is None else f"[max_tokens={budget}]"
@@ -428,7 +432,7 @@ def channel_rule(lark: Lark, calls: str, form: Callable[[Lark], str] | None, req
     thoughts = "" if budget == 0 else f"({thought}){'*' if budget is None else '?'}"
     if required:
         return f"{thoughts} {calls}"
-    final = f"{lark.text(FINAL)} {anything if form is None else form(lark)}"
+    final = f"{lark.text(FINAL)} {anything if form is None else form_rule(lark, form)}"
     if form is not None:  # a text before the form would be part of the answer
         return f"{thoughts} ({calls} | {final})" if calls else f"{thoughts} {final}"
     said = f"{lark.text(_COMMENTARY)} {anything}"
@@ -478,7 +482,7 @@ class ToolFormat:
         special: Mapping[str, int],
         parallel: bool,
         required: bool,
-        form: Callable[[Lark], str] | None = None,
+        form: Grammar | None = None,
         budget: int | None = None,
     ) -> str:
         """Return the grammar of an answer in Lark syntax.
@@ -487,22 +491,53 @@ class ToolFormat:
             special: ids of special tokens by text.
             parallel: allow several calls.
             required: allow calls only, instead of text with optional calls.
-            form: writes the rule of an answer without calls; None: any text, which calls may follow.
+            form: of an answer without calls; None: any text, which calls may follow.
             budget: maximum number of reasoning tokens; only a format with channels enforces it here.
 
         Raises ValueError for a schema that the format cannot enforce."""
         lark = Lark(special)
         if self.has_channels:
             call = self.calls.required(lark, functions, parallel) if functions else ""
-            return lark.whole(channel_rule(lark, call, form, required, budget))
+            answer = channel_rule(lark, call, form, required, budget)
+            return lark.whole(answer)
         if required or form is not None:
             calls = self.calls.required(lark, functions, parallel)
-            return lark.whole(calls if required or form is None else f"({calls}) | {form(lark)}")
+            return lark.whole(calls if required or form is None else f"({calls}) | {form_rule(lark, form)}")
         start = self.calls.offered(lark, functions, parallel)
         if END_THINK in special:  # otherwise the mark is ordinary text, which the grammar allows
             thought = f"{lark.text(THINK)}? {lark.terminal('/(?s:.)*/')} {lark.text(END_THINK)}"
             start = f"({thought})? ({start})"
         return lark.whole(start)
+
+    def adapt(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Change past reasoning and the ids of calls and results as the model's chat template requires."""
+        numbered: dict[str, str] = {}
+        number = 0
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                if self.numbers_ids:
+                    numbered[call["id"]] = f"functions.{call['function']['name']}:{number}"
+                    number += 1
+                call["id"] = self._id(numbered.get(call["id"], call["id"]))
+            if (given := message.get("tool_call_id")) is not None:
+                message["tool_call_id"] = self._id(numbered.get(given, given))
+            if self.has_channels:
+                _name_thoughts(message)
+
+    def _id(self, given: str) -> str:
+        """Return an id of a call, as a hexadecimal digest if the template requires a length."""
+        size = self.id_chars
+        return given if size is None else blake2b(given.encode(), digest_size=size).hexdigest()[:size]
+
+
+def _name_thoughts(message: dict[str, Any]) -> None:
+    """Rename the reasoning as gpt-oss's template reads it. The template takes no text beside it in a message with calls
+    and writes a lone text as reasoning, so both become one text."""
+    thoughts = message.pop("reasoning_content", None)
+    if thoughts and message.get("tool_calls") and message.get("content"):
+        thoughts = f"{thoughts}\n\n{joined(message.pop('content'))}"
+    if thoughts:
+        message["thinking"] = thoughts
 
 
 def find_format(template: str) -> ToolFormat | None:
