@@ -11,6 +11,7 @@ confirmed. Sources: HyGen §4.1; reliability E1-E8.
 from collections.abc import Generator
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes
+from engine.cache.cache import StateStore
 from engine.errors import TidemillError
 from engine.limits import SchedulerConfig
 from engine.request import RequestStatus
@@ -28,6 +29,9 @@ from predictor.features import LatencyPredictor
 class EngineCore:
     """Turn requests into steps and step results into outputs. The caller supplies the time (seconds, monotonic).
 
+    The caller also supplies the collaborators that only some engines have: `speculation` drafts tokens, and `snapshots`
+    holds the recurrent states if `config` has slots for them.
+
     Other modules only read `state`, and move requests by `recovery` (`engine.scheduling.moving`).
     """
 
@@ -40,9 +44,11 @@ class EngineCore:
         model: LatencyPredictor | None = None,
         objective: StepObjective | None = None,
         speculation: Drafter | None = None,
+        snapshots: StateStore | None = None,
     ) -> None:
         self.config = config
-        self.state = state = SchedulerState(config, online_policy, offline_policy, model, objective or StepObjective())
+        objective = objective or StepObjective()
+        self.state = state = SchedulerState(config, online_policy, offline_policy, model, objective, snapshots)
         state.speculation = speculation
         self.admission = Admission(state)
         self.recovery = FaultRecovery(state, Blame())

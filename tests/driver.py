@@ -14,6 +14,7 @@ from fakes.runner import FakeRunner
 from integrity import check_core
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, SamplingParams
+from engine.cache.snapshots import snapshots_of
 from engine.client import EngineStats, OutputStream
 from engine.core import EngineCore
 from engine.engine import Engine
@@ -104,7 +105,10 @@ class Driver:
         online_policy: str = "fcfs",
         **core_options: Any,
     ) -> None:
-        self.core = EngineCore(config, online_policy=find_policy(online_policy), **core_options)
+        snapshots = snapshots_of(config, core_options.get("model"))
+        self.core = EngineCore(
+            config, online_policy=find_policy(online_policy), snapshots=snapshots, **core_options
+        )
         self.moves = Moves(self.core.state, self.core.recovery)
         self.check_every = check_every
         self.runner = runner

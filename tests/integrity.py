@@ -68,7 +68,9 @@ def check_cache(cache: Cache, requests: Iterable[Request]) -> None:
     assert compact == cache._compact, "compact blocks that run are miscounted"
     assert cache.num_compact <= cache._config.scratch_blocks, "scratch is overdrawn"
     _check_tiers(cache.tiers, held)
-    _check_states(cache.snapshots)
+    if cache.snapshots is not None:
+        assert isinstance(cache.snapshots, Snapshots)
+        _check_states(cache.snapshots)
 
 
 def _check_parked(parked: ParkedPasts, waiting: Request) -> None:

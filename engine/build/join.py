@@ -24,6 +24,7 @@ from engine.api import SamplingDefaults, SamplingParams
 from engine.build.plan import gib, out_of_memory, plan_launch, profile_folder, scheduler_config
 from engine.build.runner import build_runner, prepare
 from engine.cache.placement import HostSplit, describe_costs
+from engine.cache.snapshots import snapshots_of
 from engine.client import DroppableLayers, EngineInfo
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
@@ -317,7 +318,13 @@ def make_controller(
     """
     model = OnlineModel(profile.model, profile.held_out_mape)
     scheduler = replace(scheduler, rho=profile.cache_costs.rho(scheduler.compact_tokens))
-    core = EngineCore(scheduler, online_policy=find_policy(config.online_policy), model=model, speculation=speculation)
+    core = EngineCore(
+        scheduler,
+        online_policy=find_policy(config.online_policy),
+        model=model,
+        speculation=speculation,
+        snapshots=snapshots_of(scheduler, model),
+    )
     budget = initial_budget(slo, profile.model)
     if warning := slo_warning(slo, profile.model):
         say(warning)

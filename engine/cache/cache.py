@@ -8,14 +8,15 @@ not taken from a prefix. If layers are recurrent, a cached prefix ends at its la
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.api import RequestClass
 from engine.cache.blocks import (
     COMPACT,
+    BlockPool,
     CacheAction,
     CacheBlock,
     CacheEntry,
@@ -29,7 +30,6 @@ from engine.cache.blocks import (
 )
 from engine.cache.parked import ParkedPasts
 from engine.cache.placement import HostSplit, next_is_act
-from engine.cache.snapshots import Snapshots
 from engine.cache.tiers import Tiers
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.request import Request
@@ -58,15 +58,44 @@ class Claim(NamedTuple):
     num_published: int = 0
 
 
-class Cache:
-    """All tiers of one engine and the parked blocks on them."""
+class StateStore(Protocol):
+    """The recurrent states behind cached blocks; see `engine.cache.snapshots.Snapshots`."""
 
-    def __init__(self, config: SchedulerConfig, model: LatencyPredictor | None) -> None:
+    pool: BlockPool
+    host: BlockPool
+
+    def reach(self, hashes: Sequence[bytes], num_blocks: int, /) -> int: ...
+
+    def copied_bytes(self, hashes: Sequence[bytes], num_blocks: int, /) -> int: ...
+
+    def start(self, request: Request, num_blocks: int, num_published: int, step_id: int, /) -> None: ...
+
+    def save(self, request: Request, start: int, step_id: int, /) -> list[tuple[int, int]]: ...
+
+    def confirm(self, request: Request, /) -> None: ...
+
+    def leave(self, request: Request, /) -> None: ...
+
+    def withdraw(self, hashes: Sequence[bytes], /) -> None: ...
+
+    def take_parked(self) -> tuple[tuple[int, int], ...]: ...
+
+    def rewind(self, failed: Collection[int], /) -> None: ...
+
+    def complete_step(self, step_id: int, /) -> None: ...
+
+
+class Cache:
+    """All tiers of one engine and the parked blocks on them. `snapshots`: needed if `config` has slots for states."""
+
+    def __init__(
+        self, config: SchedulerConfig, model: LatencyPredictor | None, snapshots: StateStore | None = None
+    ) -> None:
+        assert (snapshots is None) == (config.state_slots == 0), "slots for states and their store belong together"
         self.tiers = Tiers(config, model)
         self.device, self.host = self.tiers.device, self.tiers.host
         self.parked = ParkedPasts(config, self.tiers, model)
-        self.snapshots = Snapshots(config, model)
-        self.keeps_states = config.state_slots > 0
+        self.snapshots = snapshots
         self._split = None if config.split is None else HostSplit(*config.split)
         self._compact: Counter[CacheBlock] = Counter()
         """Number of running requests per compact block."""
@@ -102,7 +131,7 @@ class Cache:
 
     def _startable(self, request: Request, found: list[CacheBlock]) -> list[CacheBlock]:
         """Cut a prefix at its last block with a snapshot if layers are recurrent."""
-        return found[: self.snapshots.reach(request.cache_map.hashes, len(found))] if self.keeps_states else found
+        return found if self.snapshots is None else found[: self.snapshots.reach(request.cache_map.hashes, len(found))]
 
     def _find_published(self, request: Request) -> list[CacheBlock]:
         config, cache_map = self._config, request.cache_map
@@ -134,7 +163,7 @@ class Cache:
             num_tokens = request.cache_map.num_parked_tokens
         elsewhere = [block for block in (*hits, *parked) if not block.on_device]
         copied_bytes = self.tiers.copied_bytes(elsewhere)
-        if self.keeps_states:
+        if self.snapshots is not None:
             copied_bytes += self.snapshots.copied_bytes(request.cache_map.hashes, len(hits))
         units += count_units(elsewhere)
         return Claim(hits, num_tokens, num_compact, units, copied_bytes, goes_on, len(published))
@@ -199,7 +228,7 @@ class Cache:
         for block in request.cache_map.blocks:
             self._run(request, block)
         request.cache_map.num_published = len(_on_device(claim.hits))
-        if self.keeps_states:
+        if self.snapshots is not None:
             self.snapshots.start(request, len(claim.hits), claim.num_published, step_id)
         request.num_computed_tokens = request.num_confirmed_tokens = claim.num_tokens
 
@@ -292,14 +321,16 @@ class Cache:
         # Tail first: the head of a prefix is the most valuable part and must be evicted last.
         for block in reversed(self.parked.park(request)):
             self.device.release(block, request.last_step)
-        self.snapshots.leave(request)
+        if self.snapshots is not None:
+            self.snapshots.leave(request)
         cache_map.num_published = cache_map.num_gone = 0
         request.num_computed_tokens = request.num_confirmed_tokens = 0
 
     def rewind(self, requests: Iterable[Request], failed: set[int]) -> None:
         """Drop the host copies and parked blocks written by the failed steps."""
         self.tiers.rewind(failed)
-        self.snapshots.rewind(failed)
+        if self.snapshots is not None:
+            self.snapshots.rewind(failed)
         for request in requests:
             if request.cache_map.num_parked_tokens and request.cache_map.parked_in_step in failed:
                 self.parked.forget(request)
@@ -307,7 +338,7 @@ class Cache:
     def publish(self, request: Request) -> None:
         """Offer the full, confirmed blocks of a running request to later requests and free those behind its window."""
         self._offer(request)
-        if self.keeps_states:
+        if self.snapshots is not None:
             self.snapshots.confirm(request)
         if self._config.window:
             self._give_up_unseen(request)
@@ -352,12 +383,14 @@ class Cache:
         hashes = cache_map.hashes[: len(cache_map.blocks)]
         given_up = filter(None, map(self.device.find, hashes[: cache_map.num_gone]))
         self.tiers.withdraw([*given_up, *cache_map.blocks[cache_map.num_gone :]], hashes)
-        self.snapshots.withdraw(hashes)
+        if self.snapshots is not None:
+            self.snapshots.withdraw(hashes)
 
     def complete_step(self, step_id: int) -> None:
         """Record that all steps up to `step_id` ended."""
         self.tiers.complete_step(step_id)
-        self.snapshots.complete_step(step_id)
+        if self.snapshots is not None:
+            self.snapshots.complete_step(step_id)
 
     def recount(self, running: Iterable[Request]) -> None:
         """Recount the compact blocks of all running requests."""

@@ -213,3 +213,8 @@ class Snapshots:
         pool = self.pool if block.on_device else self.host
         pool.acquire(block, online=online)
         pool.release(block, step_id)
+
+
+def snapshots_of(config: SchedulerConfig, model: LatencyPredictor | None = None) -> Snapshots | None:
+    """Return the snapshots of a core with these settings, or None if the settings have no slots for states."""
+    return Snapshots(config, model) if config.state_slots else None

@@ -14,6 +14,7 @@ from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
+from engine.cache.snapshots import snapshots_of
 from engine.colocation.waits import ArrivalWaits
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
@@ -156,12 +157,14 @@ def run_workload(
     online = OnlineModel(model, _mean_error(noise))
     prompts = [(service_of(arrival.promise), arrival.lengths.to_compute) for arrival in workload.arrivals]
     waits = ArrivalWaits.of(server.slo, model, prompts, len(prompts) / workload.seconds if prompts else 0.0)
+    assumed = model if oracle or not noise else online
     core = EngineCore(
         config,
         online_policy=find_policy(server.online_policy),
-        model=model if oracle or not noise else online,
+        model=assumed,
         objective=waits.objective(server.slo, budget, searched=True),
         speculation=None if server.drafts is None else Speculation(drafts=TracedDrafts(server.drafts)),
+        snapshots=snapshots_of(config, assumed),
     )
     driver = VirtualDriver(
         core,

@@ -209,7 +209,8 @@ class StepPlan:
         if not self.chunks:
             return None
         operations = self.state.cache.tiers.take_operations()
-        parked_states = self.state.cache.snapshots.take_parked()
+        snapshots = self.state.cache.snapshots
+        parked_states = () if snapshots is None else snapshots.take_parked()
         slots = self.state.config.state_slots
         brought = sum(new.state >= slots for new in self._new_requests.values()) if slots else 0
         moved = self.state.cache.tiers.moved_bytes(operations)
@@ -249,8 +250,8 @@ class StepPlan:
         self.requests.append(request)
         request.num_computed_tokens = end
         request.last_step = self.step_id
-        if self.state.cache.keeps_states:
-            saved = self.state.cache.snapshots.save(request, start, self.step_id)
+        if (snapshots := self.state.cache.snapshots) is not None:
+            saved = snapshots.save(request, start, self.step_id)
             self._saved_states += [SavedState(request.row, *each) for each in saved]
         if sample:
             request.num_placeholders += 1
@@ -264,7 +265,8 @@ class StepPlan:
         """
         cache, step_id = self.state.cache, self.step_id
         special = [request for request, end in zip(requests, contexts, strict=True) if end >= request.plain_to]
-        if cache.num_compact or cache.keeps_states or self.state.not_in_runner or not all(r.plain_to for r in special):
+        by_chunk = cache.num_compact or cache.snapshots is not None or self.state.not_in_runner
+        if by_chunk or not all(request.plain_to for request in special):
             for request in requests:
                 self.add_chunk(request, 1)
             return

@@ -24,7 +24,7 @@ def report_stats(state: SchedulerState) -> EngineStats:
     pool, host = cache.device, cache.host
     waiting = {RequestClass.ONLINE: len(state.waiting_online), RequestClass.OFFLINE: len(state.waiting_offline)}
     quarantined = Counter((r.request_class, r.status is RequestStatus.RUNNING) for r in state.quarantined)
-    slots = cache.snapshots.pool, cache.snapshots.host
+    slots = () if cache.snapshots is None else (cache.snapshots.pool, cache.snapshots.host)
     return EngineStats(
         running={c: len(state.running[c]) + quarantined[c, True] for c in RequestClass},
         waiting={c: waiting[c] + quarantined[c, False] for c in RequestClass},

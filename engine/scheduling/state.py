@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from engine.api import EngineRequest, RequestClass
 from engine.arrays import BoolArray, FloatArray
-from engine.cache.cache import Cache
+from engine.cache.cache import Cache, StateStore
 from engine.limits import UNITS_PER_BLOCK, QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
 from engine.scheduling.fair_share import OnlineShare
@@ -188,6 +188,7 @@ class SchedulerState:
         offline_policy: str,
         model: LatencyPredictor | None,
         objective: StepObjective,
+        snapshots: StateStore | None,
     ) -> None:
         self.config = config
         self.online_policy = online_policy
@@ -201,7 +202,7 @@ class SchedulerState:
         self.staged = False
         self.offline_share = 1.0
         self.strict_share = EASY_SHARE
-        self.cache = Cache(config, model)
+        self.cache = Cache(config, model, snapshots)
         self.pool = self.cache.device
         self.running: dict[RequestClass, list[Request]] = {RequestClass.ONLINE: [], RequestClass.OFFLINE: []}
         self.waiting_online = WaitingQueue()
