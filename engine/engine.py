@@ -32,7 +32,7 @@ from engine.errors import (
     RetryableError,
     TidemillError,
 )
-from engine.loop.planner import Planner
+from engine.loop.planner import Planner, may_run_ahead
 from engine.loop.watchdog import STALL_SECONDS, FaultLog, ProgressWatchdog, StepLimits, StepWatch, check_result
 from engine.machine.activity import Activity, read_activity
 from engine.machine.child import LinkLostError, collect_due
@@ -41,7 +41,6 @@ from engine.scheduling.moving import MovedRequest, Moves
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import RETRY_AFTER
 from engine.scheduling.report import report_load, report_stats
-from engine.scheduling.step import may_run_ahead
 from engine.stream import RequestStream
 
 if TYPE_CHECKING:  # the engine runs without the grammar compiler, the flight recorder and torch

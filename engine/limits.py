@@ -134,7 +134,7 @@ class SchedulerConfig:
         snapshot_tokens: Distance in prompt tokens between snapshots, see `engine.cache.snapshots`.
         pipeline_depth: Maximum steps in flight when `schedule` is called.
         ahead_seconds: If finite, a step is scheduled ahead only behind steps with a shorter expected time, see
-            `engine.scheduling.step`.
+            `engine.loop.planner`.
         min_prefill_chunk: Minimum tokens per step for the oldest prompt. If they would delay decodes, the chunk
             shrinks to one block at least.
         max_offline_preemptions: After so many evictions an offline request is evicted last and waits 1, 2, 4 ...

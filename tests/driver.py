@@ -20,12 +20,12 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import TidemillError
 from engine.limits import SchedulerConfig
+from engine.loop.planner import may_run_ahead
 from engine.request import Request
 from engine.scheduling.moving import Moves
 from engine.scheduling.offline import whole
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.report import report_stats
-from engine.scheduling.step import may_run_ahead
 from loadgen.simulation.policies import find_policy
 
 

@@ -12,8 +12,8 @@ from engine.api import EngineRequest, FinishReason, RequestClass, RequestTimes, 
 from engine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from engine.forms import ThinkingBudget, ThoughtMarks
 from engine.limits import SchedulerConfig
+from engine.loop.planner import may_run_ahead
 from engine.request import RequestStatus
-from engine.scheduling.step import may_run_ahead
 from predictor.model import LatencyModel
 
 VOCAB = 50

@@ -1,14 +1,18 @@
-"""The planner coroutine: it computes the offline fill of step n+1 while step n runs (HyGen §4.3).
+"""Work ahead of the steps: the planner computes the offline fill of step n+1 while step n runs (HyGen §4.3).
 
 If a step is shorter than the planning (a small model on a GPU), the requests of the last plan continue meanwhile. The
-plan itself comes from `engine.scheduling.offline`.
+plan itself comes from `engine.scheduling.offline`. `may_run_ahead` decides whether step n+1 may be scheduled, too,
+before step n ends.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Generator
 
+from engine.api import NEVER, RequestClass
 from engine.scheduling.offline import OfflinePlan
+from engine.scheduling.state import SchedulerState
 
 log = logging.getLogger("tidemill.engine")
 
@@ -101,3 +105,37 @@ class Planner:
             if self._clock() >= slice_end:
                 await asyncio.sleep(0)
                 slice_end = self._clock() + SLICE_SECONDS
+
+
+MOST_ROWS = 4
+"""Maximum number of running requests with which scheduling ahead pays when host and device share CPU cores."""
+
+
+def may_run_ahead(state: SchedulerState) -> bool:
+    """Return whether the next step may be scheduled before the steps in flight are updated.
+
+    A GPU must not wait for the host. On a CPU both use the same cores, so scheduling ahead pays only with few rows. An
+    arrival then waits for one step more, so only short steps of decodes qualify, and only if no other request exists.
+    Grammars and thinking budgets need the last token, so their requests cannot be scheduled ahead. A step with drafts
+    has no step behind it, because the number of its tokens is unknown; and drafts need the last token. Steps of a
+    pipeline share no decode, so they always run ahead.
+    """
+    if not state.in_flight or state.staged:
+        return True
+    if state.speculation is not None and (any(step.guesses for step in state.in_flight) or _awaits_drafts(state)):
+        return False
+    longest, running = state.config.ahead_seconds, state.running[RequestClass.ONLINE]
+    if longest == math.inf:
+        return True
+    return (
+        len(running) <= MOST_ROWS
+        and len(running) == len(state.requests)
+        and all(request.num_pending_tokens == 1 and request.spec.sampling.masked_from == NEVER for request in running)
+        and all((step.output.predicted_latency or math.inf) <= longest for step in state.in_flight)
+    )
+
+
+def _awaits_drafts(state: SchedulerState) -> bool:
+    """Return whether a step that waits for the tokens in flight is likely to have drafts."""
+    assert state.speculation is not None
+    return state.speculation.is_promising([request for group in state.running.values() for request in group])

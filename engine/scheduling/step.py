@@ -25,7 +25,7 @@ The last resort applies if no step is in flight and no other step has content. R
 online before offline, are preempted one by one, and at last all parked blocks are dropped. An accepted request never
 needs more than the pool (`max_model_len`, `most_blocks`), so the step is not empty while an ordinary request exists.
 
-Offline steps pause on an idle server (`OfflineRest`), and steps may be scheduled ahead (`may_run_ahead`).
+Offline steps pause on an idle server (`OfflineRest`).
 """
 
 import math
@@ -34,7 +34,7 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from engine.api import NEVER, RequestClass
+from engine.api import RequestClass
 from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestStatus, due
 from engine.scheduling.admission import let_in, order_tenants
@@ -559,37 +559,3 @@ class OfflineRest:
         """Set the pause after a step of `seconds` with only offline work; None for any other or failed step."""
         rest = 0.0 if seconds is None else objective.rest_after(seconds)
         self.until = now + rest if rest > 0.0 else None
-
-
-MOST_ROWS = 4
-"""Maximum number of running requests with which scheduling ahead pays when host and device share CPU cores."""
-
-
-def may_run_ahead(state: SchedulerState) -> bool:
-    """Return whether the next step may be scheduled before the steps in flight are updated.
-
-    A GPU must not wait for the host. On a CPU both use the same cores, so scheduling ahead pays only with few rows. An
-    arrival then waits for one step more, so only short steps of decodes qualify, and only if no other request exists.
-    Grammars and thinking budgets need the last token, so their requests cannot be scheduled ahead. A step with drafts
-    has no step behind it, because the number of its tokens is unknown; and drafts need the last token. Steps of a
-    pipeline share no decode, so they always run ahead.
-    """
-    if not state.in_flight or state.staged:
-        return True
-    if state.speculation is not None and (any(step.guesses for step in state.in_flight) or _awaits_drafts(state)):
-        return False
-    longest, running = state.config.ahead_seconds, state.running[RequestClass.ONLINE]
-    if longest == math.inf:
-        return True
-    return (
-        len(running) <= MOST_ROWS
-        and len(running) == len(state.requests)
-        and all(request.num_pending_tokens == 1 and request.spec.sampling.masked_from == NEVER for request in running)
-        and all((step.output.predicted_latency or math.inf) <= longest for step in state.in_flight)
-    )
-
-
-def _awaits_drafts(state: SchedulerState) -> bool:
-    """Return whether a step that waits for the tokens in flight is likely to have drafts."""
-    assert state.speculation is not None
-    return state.speculation.is_promising([request for group in state.running.values() for request in group])
