@@ -153,11 +153,6 @@ class EngineCore:
         """Return whether a step in flight was built on a failed step, so that its result or error must be ignored."""
         return output.step_id <= self._failures.undone_through
 
-    def clear_stall(self, now: float, attempt: int) -> list[RequestOutput]:
-        """Recover from a state in which no step runs although requests wait; see `StepFailures.clear_stall`."""
-        assert not self.state.in_flight, "a step is in flight: the engine does not stand still"
-        return self._failures.clear_stall(now, attempt)
-
     def set_offline_share(self, share: float) -> None:
         """Scale the offline budget beside online work, 0 to 1. The circuit breaker sets it."""
         self.state.offline_share = share

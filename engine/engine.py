@@ -33,7 +33,15 @@ from engine.errors import (
     TidemillError,
 )
 from engine.loop.planner import Planner, may_run_ahead
-from engine.loop.watchdog import STALL_SECONDS, FaultLog, ProgressWatchdog, StepLimits, StepWatch, check_result
+from engine.loop.watchdog import (
+    STALL_SECONDS,
+    FaultLog,
+    ProgressWatchdog,
+    StepLimits,
+    StepWatch,
+    check_result,
+    clear_stall,
+)
 from engine.machine.activity import Activity, read_activity
 from engine.machine.child import LinkLostError, collect_due
 from engine.panics import as_error
@@ -547,7 +555,7 @@ class Engine:
         if self.state is EngineState.DEAD:
             return
         now = self._clock()
-        for output in self.core.clear_stall(now, attempt):
+        if (output := clear_stall(self.core, now, attempt)) is not None:
             self._tell_keeper(Colocation.on_end, output, now)
             self._deliver(output)
         self._planner.restart()

@@ -17,6 +17,7 @@ from support.fuzz import examples, machine_test
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes, SamplingParams, TokenCosts
 from engine.errors import QueueFullError
 from engine.limits import SchedulerConfig
+from engine.loop.watchdog import clear_stall
 from engine.request import Request, RequestStatus
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.objective import token_costs
@@ -376,7 +377,7 @@ def test_accounts_survive_that_the_queues_are_built_anew() -> None:
     driver.add(make_request("chat", [7] * 200, max_tokens=40))
     driver.step()
     assert not driver.in_flight
-    driver.core.clear_stall(driver.now, 1)
+    clear_stall(driver.core, driver.now, 1)
     check_core(driver.core)
     driver.run()
     assert len(driver.finals) == 13

@@ -20,7 +20,7 @@ from engine.core import EngineCore
 from engine.engine import Engine
 from engine.errors import EngineUnavailableError
 from engine.limits import SchedulerConfig
-from engine.loop.watchdog import ProgressWatchdog
+from engine.loop.watchdog import ProgressWatchdog, clear_stall
 from engine.request import RequestStatus
 from engine.scheduling.waiting import WaitingQueue
 from engine.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ async def test_queues_and_rows_are_built_anew(
     engine = make_engine()
     await engine.start()
     request = make_request("a", range(9), 6)
-    add_request, clear_stall, seen = engine.core.add_request, engine.core.clear_stall, []
+    add_request, seen = engine.core.add_request, []
 
     def add_and_damage(*given: Any, **named: Any) -> Any:
         """Damaged before a step can begin: a request that runs needs neither the queue nor a free row."""
@@ -69,7 +69,7 @@ async def test_queues_and_rows_are_built_anew(
         return clear_stall(*given, **named)
 
     monkeypatch.setattr(engine.core, "add_request", add_and_damage)
-    monkeypatch.setattr(engine.core, "clear_stall", look_and_clear)
+    monkeypatch.setattr("engine.engine.clear_stall", look_and_clear)
     stream = await submit_one(engine, request)
     assert [token async for output in stream for token in output.token_ids] == solo(request, VOCAB)
     ((state, trouble),) = seen
@@ -187,7 +187,7 @@ def test_a_recovery_in_the_middle_of_everything_changes_no_answer(attempt: int) 
     driver.add(*requests)
     for _ in range(5):
         driver.step()
-    assert driver.core.clear_stall(driver.now, attempt) == []
+    assert clear_stall(driver.core, driver.now, attempt) is None
     check_core(driver.core)
     scheduler = driver.core.state
     assert not scheduler.running[OFFLINE]

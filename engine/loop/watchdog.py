@@ -7,8 +7,8 @@ event loop did not run (a stopped process, a suspended machine) does not count.
 
 An engine is stalled if requests exist, no step runs, and no step has completed for some seconds. A stall is always a
 defect of the scheduler (`Driver.launch` asserts in every test that none occurs). The watchdog logs it once as critical,
-with the state of the queues and the pool, and starts a recovery. It repeats the recovery at growing intervals while the
-engine stays stalled. Without requests the watchdog sleeps.
+with the state of the queues and the pool, and starts a recovery (`clear_stall`). It repeats the recovery at growing
+intervals while the engine stays stalled. Without requests the watchdog sleeps.
 
 Repeated faults of model steps are logged with one traceback per cause.
 """
@@ -17,17 +17,21 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from traceback import walk_tb
 from typing import NamedTuple
 
-from engine.api import RequestClass
+from engine.api import FinishReason, RequestClass, RequestOutput
 from engine.client import EngineStats
 from engine.core import EngineCore
-from engine.errors import EngineStepError
+from engine.errors import EngineStepError, EngineUnavailableError
 from engine.machine.activity import Activity, ThreadActivity
 from engine.panics import as_error
+from engine.request import RequestStatus
 from engine.scheduling.output import UNMASKED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.report import report_stats
+from engine.scheduling.state import SchedulerState
+from engine.scheduling.waiting import WaitingQueue
 
 LOOKS = 4
 """Number of checks of a step within its limit."""
@@ -229,6 +233,53 @@ class ProgressWatchdog:
             self._recover(self._attempts)
         except BaseException as raised:  # a failed recovery must not end the watchdog, which tries again later
             log.error("the recovery failed", exc_info=as_error(raised))
+
+
+MAX_QUIET_RECOVERIES = 2
+"""Attempts to restart a stalled engine before a request is ended with an error."""
+
+
+def clear_stall(core: EngineCore, now: float, attempt: int) -> RequestOutput | None:
+    """Restart a core that runs no step although requests wait: rebuild its queues and preempt requests.
+
+    Attempt 1 preempts offline requests and quarantined requests, attempt 2 online ones too. From attempt 3 on, the
+    oldest waiting online request ends with a retryable error, because it may block the others. Return its last output.
+    """
+    state = core.state
+    assert not state.in_flight, "a step is in flight: the engine does not stand still"
+    state.counters.stalls += attempt == 1
+    rebuild_queues(state)
+    classes = (RequestClass.OFFLINE,) if attempt == 1 else RequestClass
+    running = [request for request_class in classes for request in state.running[request_class]]
+    for request in [*running, *(r for r in state.quarantined if r.status is RequestStatus.RUNNING)]:
+        state.preempt(request, "stall", now)
+        state.cache.parked.forget(request)
+    if attempt <= MAX_QUIET_RECOVERIES or not state.waiting_online:
+        return None
+    error = EngineUnavailableError("The engine could not start this request.", retry_after=1.0)
+    return core.abort(state.waiting_online[0].request_id, now, FinishReason.ERROR, error)
+
+
+def rebuild_queues(state: SchedulerState) -> None:
+    """Rebuild queues and rows from all unfinished requests."""
+    state.running = {request_class: [] for request_class in RequestClass}
+    state.waiting_online, state.waiting_offline = WaitingQueue(), state.make_offline_queue()
+    state.quarantined = WaitingQueue()
+    for request in sorted(state.requests.values(), key=lambda request: request.arrival_order):
+        if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
+            state.waiting_offline.adopt(request)
+        if request.status is RequestStatus.RUNNING:
+            if request.quarantined:
+                state.quarantined.add(request)
+            else:
+                state.running[request.request_class].append(request)
+        else:
+            state.add_waiting(request)
+    state.cache.recount(
+        chain(*state.running.values(), (r for r in state.quarantined if r.status is RequestStatus.RUNNING))
+    )
+    held = {request.row for group in (*state.running.values(), state.quarantined) for request in group}
+    state.free_rows = [row for row in range(state.config.max_num_seqs - 1, -1, -1) if row not in held]
 
 
 def describe(stats: EngineStats) -> str:

@@ -6,16 +6,14 @@ step and ends those at fault, which `engine.scheduling.recovery` finds.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs, quick_constructor
-from engine.errors import EngineUnavailableError, ErrorInfo, InvalidRequestError, TidemillError
+from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission
 from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN, Chunk, ModelRunnerOutput
 from engine.scheduling.recovery import CANARY_ID, Ending, FaultRecovery
 from engine.scheduling.state import InFlight, SchedulerState
-from engine.scheduling.waiting import WaitingQueue
 
 EMITTED_TOGETHER = 16
 """Output tokens per group for an offline request whose client reads only the complete answer.
@@ -313,12 +311,8 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     return second._replace(token_ids=(*first.token_ids, *second.token_ids), logprobs=logprobs)
 
 
-MAX_QUIET_RECOVERIES = 2
-"""Attempts to restart a stalled engine before a request is ended with an error."""
-
-
 class StepFailures:
-    """Handle step failures and stalls.
+    """Handle step failures.
 
     Attributes:
         undone_through: Steps up to this id were built on a failed step; their results and errors are ignored.
@@ -347,25 +341,6 @@ class StepFailures:
         self._rewind(flight)
         yield from self._end(self._recovery.failed(step, now), now)
 
-    def clear_stall(self, now: float, attempt: int) -> list[RequestOutput]:
-        """Restart an engine that runs no step although requests wait: rebuild the queues and preempt requests.
-
-        Attempt 1 preempts offline requests and quarantined requests, attempt 2 online ones too. From attempt 3 on, the
-        oldest waiting online request ends with a retryable error, because it may block the others.
-        """
-        state = self._state
-        state.counters.stalls += attempt == 1
-        rebuild_queues(state)
-        classes = (RequestClass.OFFLINE,) if attempt == 1 else RequestClass
-        running = [request for request_class in classes for request in state.running[request_class]]
-        for request in [*running, *(r for r in state.quarantined if r.status is RequestStatus.RUNNING)]:
-            state.preempt(request, "stall", now)
-            state.cache.parked.forget(request)
-        if attempt <= MAX_QUIET_RECOVERIES or not state.waiting_online:
-            return []
-        error = EngineUnavailableError("The engine could not start this request.", retry_after=1.0)
-        return [self._finish(state.waiting_online[0], FinishReason.ERROR, now, error=error)]
-
     def _end(self, endings: list[Ending], now: float) -> Iterator[RequestOutput]:
         for request, error in endings:
             yield self._finish(request, FinishReason.ERROR, now, error=error)
@@ -392,25 +367,3 @@ class StepFailures:
             self._state.rewind(request)
         else:
             self._state.cache.parked.forget(request)
-
-
-def rebuild_queues(state: SchedulerState) -> None:
-    """Rebuild queues and rows from all unfinished requests."""
-    state.running = {request_class: [] for request_class in RequestClass}
-    state.waiting_online, state.waiting_offline = WaitingQueue(), state.make_offline_queue()
-    state.quarantined = WaitingQueue()
-    for request in sorted(state.requests.values(), key=lambda request: request.arrival_order):
-        if request.request_class is RequestClass.OFFLINE and request.status is not RequestStatus.WAITING:
-            state.waiting_offline.adopt(request)
-        if request.status is RequestStatus.RUNNING:
-            if request.quarantined:
-                state.quarantined.add(request)
-            else:
-                state.running[request.request_class].append(request)
-        else:
-            state.add_waiting(request)
-    state.cache.recount(
-        chain(*state.running.values(), (r for r in state.quarantined if r.status is RequestStatus.RUNNING))
-    )
-    held = {request.row for group in (*state.running.values(), state.quarantined) for request in group}
-    state.free_rows = [row for row in range(state.config.max_num_seqs - 1, -1, -1) if row not in held]
