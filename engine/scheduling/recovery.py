@@ -235,13 +235,8 @@ class FaultRecovery:
         reached = {request.request_id: num_tokens for request, num_tokens in step if request.quarantined}
         self._acquit(self._blame.passed(reached))
 
-    def canary_ended(self, works: bool, now: float) -> list[Ending]:
-        """Record the end of the canary. Return the requests that end.
-
-        `works` is false if the canary's logits were not finite.
-        """
-        if not works:
-            return self._canary_failed(now)
+    def canary_passed(self, now: float) -> list[Ending]:
+        """Record that the canary has its tokens. Return the requests that end."""
         self._canary.passed()
         guilty = self._blame.judge(now)
         if guilty is None:

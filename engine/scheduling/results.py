@@ -331,8 +331,7 @@ class StepFailures:
             if output.request_id != CANARY_ID:
                 yield output
             elif output.finish_reason is not None:
-                works = output.finish_reason is not FinishReason.ERROR
-                yield from self._end(self._recovery.canary_ended(works, now), now)
+                yield from self._end(self._recovery.canary_passed(now), now)
 
     def failed(self, flight: InFlight, now: float) -> Iterator[RequestOutput]:
         """Rewind a failed step and the steps behind it. Yield the outputs of requests that end because of it."""
