@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, SamplingDefaults, TokenCosts
 from engine.forms import EmbeddingSpec
-from predictor.budget import Standing
+from predictor.slo import Standing
 
 COUNTER, GAUGE, MEAN, COMBINED = ({"adds": way} for way in ("always", "engines", "mean", "otherwise"))
 """How `Figures` and `total` add a field: over processes and engines; over engines only; as the mean of the engines; by

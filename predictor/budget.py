@@ -1,4 +1,4 @@
-"""The budget of offline work, the standing of an objective, and the latency promised to one online request.
+"""The budget of offline work, and the latency promised to one online request.
 
 The promise is the only value that scheduler, keeper and judge read about a request's latency. A gateway derives it once
 from the request, its API key and the service classes of `--slo`. Pure; times in seconds.
@@ -13,16 +13,6 @@ DEFAULT_OUTPUT = 64
 """Assumed output tokens of a request of unknown output length if no output length is known at all."""
 DEFAULT_CLASS = "default"
 """The class of requests that name none; its objectives are those of `--slo` without a name."""
-
-
-def attainment_key(service: str) -> str:
-    """Return the key of a class's attainment among the metrics of a window."""
-    return "slo_attainment" if service == DEFAULT_CLASS else f"{service}:slo_attainment"
-
-
-def service_of(promise: "Promise | None") -> str:
-    """Return the service class of a request."""
-    return DEFAULT_CLASS if promise is None else promise.service
 
 
 class Promise(NamedTuple):
@@ -117,20 +107,3 @@ class BudgetParams:
             raise ValueError(f"unknown policy '{self.policy}'; known: {', '.join(POLICIES)}")
         if not (self.latency_budget >= 0.0 and self.lam >= 0.0 and self.delta > 0.0):
             raise ValueError("latency_budget and lam must not be negative, delta must be positive")
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """One objective evaluated over the window; NaN for unknown values, times in seconds.
-
-    Attributes:
-        objective: The objective in the syntax of the SLO.
-        value: Measured percentile or mean.
-        bound: Upper bound of `value`.
-        attainment: Share of requests at whose end the objective was met.
-    """
-
-    objective: str
-    value: float
-    bound: float
-    attainment: float

@@ -14,8 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from predictor.budget import DEFAULT_CLASS, Promise, Standing, attainment_key, service_of
-from predictor.slo import SLO, TOLERANCE_KEYS, Objective, nearest_rank, parse_key
+from predictor.budget import DEFAULT_CLASS, Promise
+from predictor.slo import (
+    SLO,
+    TOLERANCE_KEYS,
+    Objective,
+    Standing,
+    attainment_key,
+    nearest_rank,
+    parse_key,
+    service_of,
+)
 
 WINDOW = 200
 """Maximum number of requests in the window."""

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from predictor.budget import DEFAULT_CLASS, Promise, attainment_key
+from predictor.budget import DEFAULT_CLASS, Promise
 
 METRICS = ("ttft", "tbt", "tpot", "e2e")
 PERCENTILES = (50, 99)
@@ -37,12 +37,39 @@ CLASS_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _BLANK_SEPARATED = re.compile(r"\S\s+[A-Za-z]+(_\w+)?\s*=")
 
 
+def attainment_key(service: str) -> str:
+    """Return the key of a class's attainment among the metrics of a window."""
+    return "slo_attainment" if service == DEFAULT_CLASS else f"{service}:slo_attainment"
+
+
+def service_of(promise: Promise | None) -> str:
+    """Return the service class of a request."""
+    return DEFAULT_CLASS if promise is None else promise.service
+
+
 class SLOError(ValueError):
     """A service-level objective that cannot be parsed; the message names the part and an advice, or the syntax."""
 
     def __init__(self, part: str, reason: str, advice: str = "") -> None:
         super().__init__(f"SLO '{part}': {reason}" + (f"; {advice}" if advice else f" ({ALLOWED})"))
         self.part = part
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One objective evaluated over the window; NaN for unknown values, times in seconds.
+
+    Attributes:
+        objective: The objective in the syntax of the SLO.
+        value: Measured percentile or mean.
+        bound: Upper bound of `value`.
+        attainment: Share of requests at whose end the objective was met.
+    """
+
+    objective: str
+    value: float
+    bound: float
+    attainment: float
 
 
 @dataclass(frozen=True, slots=True)

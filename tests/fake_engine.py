@@ -25,7 +25,7 @@ from gateway.app import create_app
 from gateway.config import ServerConfig
 from gateway.http.connection import ProtocolLimits
 from gateway.server import bind, make_server
-from predictor.budget import Standing
+from predictor.slo import Standing
 
 MODEL = "fake-model"
 

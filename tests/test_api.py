@@ -40,7 +40,7 @@ from engine.text.tokenizer import Tokenizer
 from gateway.generate.choices import ChoiceState
 from gateway.generate.params import GenerationPlan, TokenizedPrompt
 from gateway.telemetry.account import Account
-from predictor.budget import Standing
+from predictor.slo import Standing
 
 ERRORS = [
     ConfigError("a"),

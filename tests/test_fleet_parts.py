@@ -45,7 +45,7 @@ from engine.machine.facts import HOST_ENGINES, Resources, share_out
 from engine.process.life import SentRequests
 from engine.scheduling.report import report_load
 from gateway.telemetry.engine_metrics import EngineCollector
-from predictor.budget import Standing
+from predictor.slo import Standing
 
 
 def asked(name: str, prompt: int, offline: bool = False, **sampling: Any) -> EngineRequest:

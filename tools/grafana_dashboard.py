@@ -38,7 +38,7 @@ from gateway.http.keys import UNLIMITED, Admissions  # noqa: E402
 from gateway.telemetry.account import Account  # noqa: E402
 from gateway.telemetry.metrics import GatewayMetrics  # noqa: E402
 from gateway.telemetry.tenant_metrics import TenantCollector  # noqa: E402
-from predictor.judge import Standing  # noqa: E402
+from predictor.slo import Standing  # noqa: E402
 
 TARGET = ROOT / "docker" / "grafana" / "dashboards" / "tidemill.json"
 _METRIC = re.compile(r"\b((?:tidemill|vllm:|process)_?\w+)(?:\{([^}]*)\})?(?=[^\w=\"]|$)")

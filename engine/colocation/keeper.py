@@ -24,11 +24,11 @@ from engine.core import EngineCore
 from engine.scheduling.objective import EASY_SHARE
 from engine.scheduling.output import SchedulerOutput
 from predictor.breaker import BreakerState, CircuitBreaker
-from predictor.budget import DEFAULT_CLASS, DEFAULT_OUTPUT, BudgetParams, Promise, service_of
+from predictor.budget import DEFAULT_CLASS, DEFAULT_OUTPUT, BudgetParams, Promise
 from predictor.judge import MAX_AGE, WINDOW, Judge, Served, aggregate, attainment_of, excess_over
 from predictor.load import Lengths, LoadModel, OnlineArrival
 from predictor.online import OnlineModel, Tail
-from predictor.slo import SLO
+from predictor.slo import SLO, service_of
 
 LEAD_IN = 32
 """Requests replayed before the window, so that it does not start on an empty server. They are not compared."""

@@ -23,14 +23,14 @@ from engine.scheduling.speculation import Speculation
 from engine.scheduling.state import SchedulerState
 from engine.speculation.trace import DraftTraces, TracedDrafts
 from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord, VirtualRun
-from predictor.budget import BudgetParams, service_of
+from predictor.budget import BudgetParams
 from predictor.budget_search import MAX_CONFIRMATIONS, SearchResult, search_budget
 from predictor.features import BatchFeatures, LatencyPredictor
 from predictor.judge import aggregate, attainments
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
 from predictor.online import OnlineModel
-from predictor.slo import SLO
+from predictor.slo import SLO, service_of
 
 WARM_UP_SHARE = 0.1
 USUAL_OFFLINE = tuple(Lengths(prompt, prompt // 8) for prompt in range(256, 769, 64))

@@ -20,10 +20,10 @@ from loadgen.plan import Windows
 from loadgen.simulation.device import Simulated
 from loadgen.simulation.run import Policies, Ran, run_workload
 from loadgen.workloads import Workload
-from predictor.budget import DEFAULT_CLASS, BudgetParams, attainment_key, service_of
+from predictor.budget import DEFAULT_CLASS, BudgetParams
 from predictor.budget_search import SearchResult, search_budget
 from predictor.judge import aggregate
-from predictor.slo import SLO, Objective
+from predictor.slo import SLO, Objective, attainment_key, service_of
 
 MAX_WARM_UP = 30.0
 Say = Callable[[str], None]
