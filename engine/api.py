@@ -123,15 +123,6 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
-class SamplingDefaults(NamedTuple):
-    """Sampling parameters that a model's checkpoint recommends; None: the usual default."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-
-
 class RequestTimes(NamedTuple):
     """Times of a request, seconds on the engine's monotonic clock; None until the event has happened."""
 

@@ -12,7 +12,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, SamplingDefaults, TokenCosts
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, TokenCosts
 from engine.forms import EmbeddingSpec
 from predictor.slo import Standing
 
@@ -190,6 +190,15 @@ class DroppableLayers(NamedTuple):
     layer_bytes: int  # weights of a layer
     unit_layer_bytes: int  # part of a layer in a cache unit
     num_units: int  # cache units with all layers loaded
+
+
+class SamplingDefaults(NamedTuple):
+    """Sampling parameters that a model's checkpoint recommends; None: the usual default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine import __version__
-from engine.api import SamplingDefaults
-from engine.client import EngineInfo
+from engine.client import EngineInfo, SamplingDefaults
 from engine.errors import ConfigError, TidemillError
 from engine.machine import child
 from gateway.config import ServerConfig

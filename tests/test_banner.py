@@ -8,7 +8,7 @@ from batch_tools import batch_server, jsonl, line, submit
 from fake_engine import MODEL, colocation_stats
 
 from engine import __version__
-from engine.api import SamplingDefaults
+from engine.client import SamplingDefaults
 from engine.text.tokenizer import Tokenizer
 from gateway.server import draining_text, listening_text, promise_text, stopped_text
 from predictor.slo import SLO

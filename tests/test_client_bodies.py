@@ -12,7 +12,8 @@ from support.http import post, prompt_of
 from support.lazy import openai
 from test_tools import TEMPLATE, TOOLS, TWO, client_of, scripted
 
-from engine.api import RequestClass, SamplingDefaults
+from engine.api import RequestClass
+from engine.client import SamplingDefaults
 from engine.text.tokenizer import Tokenizer
 
 HI: Any = {"role": "user", "content": "hi"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.api import SamplingDefaults
+from engine.client import SamplingDefaults
 from engine.build.join import read_sampling_defaults
 
 READ: list[tuple[dict[str, Any], SamplingDefaults, list[str]]] = [

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from engine import __version__
-from engine.api import SamplingDefaults, SamplingParams
+from engine.api import SamplingParams
 from engine.build.plan import gib, out_of_memory, plan_launch, profile_folder, scheduler_config
 from engine.build.runner import build_runner, prepare
 from engine.cache.placement import HostSplit, describe_costs
 from engine.cache.snapshots import snapshots_of
-from engine.client import DroppableLayers, EngineInfo
+from engine.client import DroppableLayers, EngineInfo, SamplingDefaults
 from engine.colocation.keeper import Colocation
 from engine.colocation.refit import ModelRefit
 from engine.colocation.replay import ReplayedServer, normal_noise
