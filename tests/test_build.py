@@ -13,7 +13,7 @@ from driver import outputs_of
 
 from engine.api import EngineRequest, FinishReason, SamplingParams
 from engine.build import build_engine, build_runner, plan_launch, profile_key
-from engine.build.join import drafts_tokens
+from engine.build.join import describe_costs, drafts_tokens
 from engine.config import USUAL_STEP, WIDE_STEP, EngineConfig, scheduler_settings, step_limits
 from engine.errors import ConfigError, ModelLoadError
 from engine.execution import backend as backends
@@ -21,10 +21,12 @@ from engine.execution import memory
 from engine.execution.cpu.native import is_built
 from engine.execution.cpu.native.crew import NativeRunner
 from engine.execution.cuda.backend import CudaBackend
+from engine.limits import SchedulerConfig
 from engine.machine.facts import HOST_ENGINES, Processor, read_processor
 from engine.models.quantized import make_quantized
 from engine.models.weights import DummyTensors, build_weights
 from engine.scheduling.report import report_stats
+from predictor.model import LatencyModel
 
 DEMO = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=40, profile_seconds=0.0)
 
@@ -329,3 +331,20 @@ def test_on_a_cpu_the_host_tier_is_asked_for() -> None:
     plan = plan_launch(replace(DEMO, swap_space=0.01))
     unit = memory.unit_bytes(plan.spec, plan.limits.block_size, torch.float32)
     assert plan.dtype == "float32" and plan.host_units == int(0.01 * 2**30) // unit > 0
+
+
+@pytest.mark.parametrize(
+    ("host", "on_cpu", "transferred", "line"),
+    [
+        (0, True, 0.0, "recomputed: the cache is in host memory already, and a block takes 16 ms to recompute"),
+        (0, False, 0.0, "recomputed: a block takes 16 ms to recompute; see --swap-space"),
+        (8, False, 1e-3, "restored from the host: a block takes 4 ms to copy and 16 ms to recompute"),
+        (8, False, 1e-2, "recomputed: a block takes 40 ms to copy and 16 ms to recompute"),
+    ],
+)
+def test_a_start_tells_which_representation_pays(host: int, on_cpu: bool, transferred: float, line: str) -> None:
+    model = LatencyModel(prefill_tokens=1e-3, transferred=transferred)
+    config = SchedulerConfig(num_units=8, max_model_len=64, host_units=host, unit_bytes=1)
+    assert describe_costs(model, config, on_cpu=on_cpu) == f"preempted requests are {line}"
+    hidden = replace(config, scratch_blocks=2, rho=2e-5)
+    assert describe_costs(model, hidden, on_cpu=on_cpu).endswith("; 20 ms a step to run 1000 tokens from hidden state")

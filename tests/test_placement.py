@@ -1,7 +1,6 @@
 """Where a past is parked, against brute force over whole blocks."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -15,11 +14,9 @@ from engine.cache.placement import (
     Move,
     PastRun,
     RestoreCosts,
-    describe_costs,
     recompute_costs,
     release_units,
 )
-from engine.limits import SchedulerConfig
 from predictor.features import BatchFeatures
 from predictor.model import LatencyModel
 
@@ -138,20 +135,3 @@ def test_recompute_costs_are_those_of_the_latency_model() -> None:
     costs = RestoreCosts(per_token, 0.0, 0.0, recompute_pair=pair)
     for start in (0, 512, 3840):
         assert costs.recompute_seconds(start, 256) == pytest.approx(model.marginal(beside, start, 256))
-
-
-@pytest.mark.parametrize(
-    ("host", "on_cpu", "transferred", "line"),
-    [
-        (0, True, 0.0, "recomputed: the cache is in host memory already, and a block takes 16 ms to recompute"),
-        (0, False, 0.0, "recomputed: a block takes 16 ms to recompute; see --swap-space"),
-        (8, False, 1e-3, "restored from the host: a block takes 4 ms to copy and 16 ms to recompute"),
-        (8, False, 1e-2, "recomputed: a block takes 40 ms to copy and 16 ms to recompute"),
-    ],
-)
-def test_a_start_tells_which_representation_pays(host: int, on_cpu: bool, transferred: float, line: str) -> None:
-    model = LatencyModel(prefill_tokens=1e-3, transferred=transferred)
-    config = SchedulerConfig(num_units=8, max_model_len=64, host_units=host, unit_bytes=1)
-    assert describe_costs(model, config, on_cpu=on_cpu) == f"preempted requests are {line}"
-    hidden = replace(config, scratch_blocks=2, rho=2e-5)
-    assert describe_costs(model, hidden, on_cpu=on_cpu).endswith("; 20 ms a step to run 1000 tokens from hidden state")

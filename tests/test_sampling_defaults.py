@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.client import SamplingDefaults
 from engine.build.join import read_sampling_defaults
+from engine.client import SamplingDefaults
 
 READ: list[tuple[dict[str, Any], SamplingDefaults, list[str]]] = [
     (

@@ -23,7 +23,7 @@ from engine import __version__
 from engine.api import SamplingParams
 from engine.build.plan import gib, out_of_memory, plan_launch, profile_folder, scheduler_config
 from engine.build.runner import build_runner, prepare
-from engine.cache.placement import HostSplit, describe_costs
+from engine.cache.placement import HostSplit, restore_costs
 from engine.cache.snapshots import snapshots_of
 from engine.client import DroppableLayers, EngineInfo, SamplingDefaults
 from engine.colocation.keeper import Colocation
@@ -50,11 +50,14 @@ from engine.scheduling.policies import find_policy
 from engine.scheduling.speculation import Speculation
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.ready import Grammars, Prover
+from predictor.features import LatencyPredictor
 from predictor.online import OnlineModel
 from predictor.profile import Profile, ProfileError, ProfileKey
 from predictor.slo import SLO
 
 FILE = "generation_config.json"
+READ_TOKENS = 1000
+"""Tokens for which the start tells the time of a step from hidden state."""
 
 
 def read_sampling_defaults(folder: Path) -> tuple[SamplingDefaults, str]:
@@ -252,6 +255,23 @@ def _describe_snapshots(plan: LaunchPlan, scheduler: SchedulerConfig) -> str:
     taken = gib(scheduler.state_slots * plan.spec.state_bytes)
     host = f", {scheduler.host_state_slots} more on the host" if scheduler.host_state_slots else ""
     return f"{scheduler.state_slots} snapshots of recurrent layers, {taken} of the cache's memory{host}"
+
+
+def describe_costs(model: LatencyPredictor, config: SchedulerConfig, *, on_cpu: bool) -> str:
+    """Return a line on how a preempted request gets its K and V back, with the measured time of a block."""
+    costs, size = restore_costs(model, config), config.block_size
+    recompute = f"{costs.recompute_seconds(0, size) * 1e3:.2g} ms to recompute"
+    copy = UNITS_PER_BLOCK * costs.copy
+    if config.host_units:
+        pays = "restored from the host" if copy < costs.recompute_seconds(0, size) else "recomputed"
+        line = f"preempted requests are {pays}: a block takes {copy * 1e3:.2g} ms to copy and {recompute}"
+    elif on_cpu:
+        line = f"preempted requests are recomputed: the cache is in host memory already, and a block takes {recompute}"
+    else:
+        line = f"preempted requests are recomputed: a block takes {recompute}; see --swap-space"
+    if config.rho:
+        line += f"; {1e3 * READ_TOKENS * config.rho:.2g} ms a step to run {READ_TOKENS} tokens from hidden state"
+    return line
 
 
 def _embedding(plan: LaunchPlan) -> EmbeddingSpec:

@@ -20,13 +20,6 @@ from engine.cache.blocks import COMPACT, CacheKind
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from predictor.features import EVERYTHING, BatchFeatures, LatencyPredictor, Reach
 
-READ_STEPS = 64
-"""Steps for which a request that starts from compact form is charged, i.e. until memory is no longer short."""
-
-
-READ_TOKENS = 1000
-"""Tokens for which the time of a step from hidden state is told."""
-
 
 class BlockPlace(enum.IntEnum):
     """Ways to give up blocks; at equal cost the first one is used."""
@@ -77,23 +70,6 @@ def restore_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> Re
     copy = 2.0 * model.cache_work(transferred_bytes=config.unit_bytes)
     restore = model.cache_work(restored_tokens=1)
     return RestoreCosts(recompute, restore, copy, pair, model.reach)
-
-
-def describe_costs(model: LatencyPredictor, config: SchedulerConfig, *, on_cpu: bool) -> str:
-    """Return a line on how a preempted request gets its K and V back, with the measured time of a block."""
-    costs, size = restore_costs(model, config), config.block_size
-    recompute = f"{costs.recompute_seconds(0, size) * 1e3:.2g} ms to recompute"
-    copy = UNITS_PER_BLOCK * costs.copy
-    if config.host_units:
-        pays = "restored from the host" if copy < costs.recompute_seconds(0, size) else "recomputed"
-        line = f"preempted requests are {pays}: a block takes {copy * 1e3:.2g} ms to copy and {recompute}"
-    elif on_cpu:
-        line = f"preempted requests are recomputed: the cache is in host memory already, and a block takes {recompute}"
-    else:
-        line = f"preempted requests are recomputed: a block takes {recompute}; see --swap-space"
-    if config.rho:
-        line += f"; {1e3 * READ_TOKENS * config.rho:.2g} ms a step to run {READ_TOKENS} tokens from hidden state"
-    return line
 
 
 class EvictedPrefixes:

@@ -10,14 +10,14 @@ machines the prices of prompt and output tokens differ by a factor of ten.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.api import TokenCosts
 from engine.limits import SchedulerConfig
 from engine.request import Request
 from predictor.budget import BudgetParams
-from predictor.features import BatchFeatures, CacheWork, LatencyPredictor, Reach
+from predictor.features import BatchFeatures, CacheWork, LatencyPredictor
 
 
 @dataclass(slots=True)
@@ -127,17 +127,14 @@ DECODE_CONTEXT = 512
 """Context length, in tokens, of the decodes from which the price of an output token is computed."""
 
 
-def token_costs(model: LatencyPredictor | None, config: SchedulerConfig) -> TokenCosts:
-    """Return the token costs in the fullest steps that `config` allows; 1 per token without a model."""
-    return TokenCosts() if model is None else _costs(model.predict, model.reach, config)
+def token_costs(model: LatencyPredictor | None, config: SchedulerConfig, *, usual: bool = False) -> TokenCosts:
+    """Return the token costs in the fullest steps that `config` allows; 1 per token without a model.
 
-
-def usual_costs(model: LatencyPredictor, config: SchedulerConfig) -> TokenCosts:
-    """Return the token costs without the latency margin, for forecasts."""
-    return _costs(model.usual, model.reach, config)
-
-
-def _costs(seconds: Callable[[BatchFeatures], float], reach: Reach, config: SchedulerConfig) -> TokenCosts:
+    `usual`: without the latency margin, for forecasts.
+    """
+    if model is None:
+        return TokenCosts()
+    seconds, reach = model.usual if usual else model.predict, model.reach
     prompt, decodes = BatchFeatures(reach), BatchFeatures(reach)
     length = max(2, min(config.max_num_batched_tokens, config.max_model_len))
     prompt.add_chunk(0, length)

@@ -26,7 +26,6 @@ import numpy as np
 
 from engine.api import RequestClass
 from engine.cache.blocks import COMPACT
-from engine.cache.placement import READ_STEPS
 from engine.errors import ConfigError
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
@@ -45,6 +44,8 @@ from engine.scheduling.urgency import freed_units, owes
 from engine.scheduling.waiting import QueueContext, Start, fcfs
 
 DEFAULT_ALPHA = 1.0
+READ_STEPS = 64
+"""Steps for which a request that starts from compact form is charged, i.e. until memory is no longer short."""
 Choose = Callable[[Sequence[Request], Pressure], list[Start]]
 """Choose among waiting requests for the memory that there is."""
 

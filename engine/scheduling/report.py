@@ -11,7 +11,7 @@ from engine.api import RequestClass
 from engine.client import EngineStats, LoadReport
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
-from engine.scheduling.objective import token_costs, usual_costs
+from engine.scheduling.objective import token_costs
 from engine.scheduling.state import SchedulerState
 
 LATE_PART = 0.25
@@ -44,7 +44,7 @@ def report_stats(state: SchedulerState) -> EngineStats:
         lanes_waiting={lane.name.lower(): count for lane, count in state.waiting_offline.num_waiting.items()},
         lanes_started={lane.name.lower(): count for lane, count in state.waiting_offline.num_started.items()},
         job_tokens=_job_tokens(state.requests.values()),
-        token_costs=None if state.model is None else usual_costs(state.model, state.config),
+        token_costs=None if state.model is None else token_costs(state.model, state.config, usual=True),
         **asdict(state.counters),
     )
 
