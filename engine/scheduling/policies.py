@@ -21,10 +21,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
+from operator import not_
 
 import numpy as np
 
 from engine.api import RequestClass
+from engine.arrays import BoolArray, FloatArray
 from engine.cache.blocks import COMPACT
 from engine.errors import ConfigError
 from engine.limits import UNITS_PER_BLOCK
@@ -39,8 +42,8 @@ from engine.scheduling.selection import (
     select_goodput,
     ttft_unit,
 )
-from engine.scheduling.state import FCFS, OnlinePolicy, SchedulerState, Values
-from engine.scheduling.urgency import freed_units, owes
+from engine.scheduling.state import FCFS, OnlinePolicy, SchedulerState
+from engine.scheduling.urgency import PATIENCE, freed_units, longest_queue_time
 from engine.scheduling.waiting import QueueContext, Start, fcfs
 
 DEFAULT_ALPHA = 1.0
@@ -48,6 +51,13 @@ READ_STEPS = 64
 """Steps for which a request that starts from compact form is charged, i.e. until memory is no longer short."""
 Choose = Callable[[Sequence[Request], Pressure], list[Start]]
 """Choose among waiting requests for the memory that there is."""
+Values = Callable[[FloatArray, BoolArray, float], FloatArray]
+"""Return the knapsack's values of requests from their pending times in seconds, whether they can still meet the SLO, and
+the TTFT limit."""
+JUST_NOW = 1e-3
+"""Minimum pending time in seconds: tokens of the last step came at the same time, and then the units decide."""
+LATE_HEADROOM = 0.25
+"""Share of the pool that a late request must leave free when it starts, under `goodput-strict`."""
 
 
 def larry_score(request: Request, context: QueueContext, alpha: float) -> float:
@@ -60,17 +70,23 @@ def larry(waiting: Sequence[Request], context: QueueContext, *, alpha: float = D
     return sorted(waiting, key=lambda request: -larry_score(request, context, alpha))
 
 
-def choose_starts(select: Choose, state: SchedulerState, now: float) -> list[Start] | None:
-    """Return the waiting requests that the knapsack `select` chose to start; None if memory suffices."""
-    if not state.waiting_online or (pressure := pressure_of(state, now)) is None:
+def choose_starts(select: Choose, late_last: bool, state: SchedulerState, now: float) -> list[Start] | None:
+    """Return the waiting requests that the knapsack `select` chose to start; None if memory suffices.
+
+    `late_last`: running requests that missed their TTFT objective lose their memory to those that can still meet it.
+    """
+    if not state.waiting_online:
+        return None
+    late = evictable(state, now) if late_last else []
+    if (pressure := pressure_of(state, late, now)) is None:
         return None
     starts = select_by_tenant(state, select, pressure)
     decided = state.counters.knapsack
     for start in starts:
         decided["compact" if start.kind is COMPACT else "kv"] += 1
     decided["passed_over"] += len(state.waiting_online) - len(starts)
-    if state.online_policy.late_last:
-        evict_late(state, starts, now)
+    if late:
+        evict_late(state, starts, late, now)
     return starts
 
 
@@ -94,16 +110,21 @@ def evictable(state: SchedulerState, now: float) -> list[Request]:
 
     A request that was preempted `max_offline_preemptions` times is exempt.
     """
-    if not state.online_policy.late_last:
-        return []
     limit = state.config.max_offline_preemptions
     running = reversed(state.running[RequestClass.ONLINE])
     late = [r for r in running if r.num_preemptions < limit and state.objective.is_late(r, now)]
     return [request for request in late if not owes(state, request, now)]
 
 
-def evict_late(state: SchedulerState, starts: Sequence[Start], now: float) -> None:
-    """Preempt late running requests to make room for the savable requests that the step can start.
+def owes(state: SchedulerState, request: Request, now: float) -> bool:
+    """Return whether a running request without a token since it started has waited so long that it keeps its memory."""
+    times = request.times
+    waited = now - (times.arrival if times.last_token is None else times.last_token)
+    return waited >= PATIENCE * longest_queue_time(state, request)
+
+
+def evict_late(state: SchedulerState, starts: Sequence[Start], late: Sequence[Request], now: float) -> None:
+    """Preempt `late` running requests to make room for the savable requests that the step can start.
 
     Called before the step contains any request.
     """
@@ -115,15 +136,18 @@ def evict_late(state: SchedulerState, starts: Sequence[Start], now: float) -> No
     missing = units - state.pool.num_available_units - state.pool.num_deferred_units
     missing -= state.cache.parked.num_units(online=True)
     missing -= sum(freed_units(request) for request in state.running[RequestClass.OFFLINE])
-    for victim in evictable(state, now):
+    for victim in late:
         if missing <= 0:
             return
         missing -= freed_units(victim)
         state.preempt(victim, "late", now)
 
 
-def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
-    """Return the inputs of the knapsack, or None if memory suffices for the waiting online requests."""
+def pressure_of(state: SchedulerState, late: Sequence[Request], now: float) -> Pressure | None:
+    """Return the inputs of the knapsack, or None if memory suffices for the waiting online requests.
+
+    `late`: running requests that yield to them.
+    """
     block_size = state.config.block_size
     offline = state.running[RequestClass.OFFLINE]
     capacity = (
@@ -133,7 +157,7 @@ def pressure_of(state: SchedulerState, now: float) -> Pressure | None:
     capacity -= state.prompt_reserve(state.running_prompts())
     if not _demand_exceeds(state, capacity):
         return None
-    capacity += sum(request.cache_map.num_running_units for request in evictable(state, now))
+    capacity += sum(request.cache_map.num_running_units for request in late)
     return Pressure(
         now=now,
         running=state.running[RequestClass.ONLINE],
@@ -170,6 +194,39 @@ def _demand_exceeds(state: SchedulerState, units: int) -> bool:
     return blocks > units // UNITS_PER_BLOCK
 
 
+def order_by_value(values: Values, state: SchedulerState, now: float) -> list[Request]:
+    """Return the running online requests by arrival, the late ones last.
+
+    If memory is short, the others are ordered by value per unit, as Apt-Serve chooses among running requests (§5): a
+    request with many units and little value loses them first. Requests without a limit on gaps lose theirs before those
+    with one.
+    """
+    running = list(state.running[RequestClass.ONLINE])
+    if not (math.isfinite(state.objective.ttft) or state.promised):
+        return running
+    late = [state.objective.is_late(request, now) and not owes(state, request, now) for request in running]
+    if state.pool.num_available_units >= UNITS_PER_BLOCK * len(running):
+        return [*compress(running, map(not_, late)), *compress(running, late)] if any(late) else running
+    times = [request.times for request in running]
+    pending = np.array([max(JUST_NOW, now - (t.arrival if t.last_token is None else t.last_token)) for t in times])
+    found = values(pending, ~np.array(late, dtype=bool), state.objective.ttft)
+    units = np.array([max(1, request.cache_map.num_running_units) for request in running])
+    patient = [r.spec.promise is not None and math.isinf(r.spec.promise.tbt) for r in running]
+    return [running[index] for index in np.lexsort((-found / units, patient, late)).tolist()]
+
+
+def leaves_headroom(state: SchedulerState, request: Request) -> bool:
+    """Return whether a late request may start: it must leave `LATE_HEADROOM` of the pool to savable requests.
+
+    With less left, it would only be preempted again. Always true while no online request runs.
+    """
+    if not state.running[RequestClass.ONLINE]:
+        return True
+    units = request.num_blocks(state.config.block_size) * UNITS_PER_BLOCK
+    room = state.pool.num_available_units + state.cache.parked.num_units(online=True)
+    return room - units >= LATE_HEADROOM * state.pool.num_units
+
+
 def _apt(tail: float = DEFAULT_TAIL) -> OnlinePolicy:
     values = lambda pending, hopeful, _ttft: apt_values(pending, hopeful, tail)  # noqa: E731
     return _by_knapsack(partial(select_apt, tail=tail), values)
@@ -177,11 +234,13 @@ def _apt(tail: float = DEFAULT_TAIL) -> OnlinePolicy:
 
 def _goodput(tail: float = DEFAULT_TAIL, *, late_last: bool = False) -> OnlinePolicy:
     values = lambda pending, hopeful, ttft: goodput_values(pending, hopeful, ttft_unit(ttft), tail)  # noqa: E731
-    return replace(_by_knapsack(partial(select_goodput, tail=tail), values), late_last=late_last)
+    policy = _by_knapsack(partial(select_goodput, tail=tail), values, late_last=late_last)
+    return replace(policy, admits_late=leaves_headroom) if late_last else policy
 
 
-def _by_knapsack(select: Choose, values: Values) -> OnlinePolicy:
-    return OnlinePolicy(fcfs, select=partial(choose_starts, select), values=values, by_laxity=True)
+def _by_knapsack(select: Choose, values: Values, *, late_last: bool = False) -> OnlinePolicy:
+    starts, order = partial(choose_starts, select, late_last), partial(order_by_value, values)
+    return OnlinePolicy(fcfs, select=starts, running_order=order, by_laxity=True)
 
 
 ONLINE_POLICIES: dict[str, OnlinePolicy] = {

@@ -11,7 +11,6 @@ from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from engine.api import EngineRequest, RequestClass
-from engine.arrays import BoolArray, FloatArray
 from engine.cache.cache import Cache, StateStore
 from engine.limits import UNITS_PER_BLOCK, QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
@@ -112,10 +111,7 @@ Select = Callable[["SchedulerState", float], list[Start] | None]
 """Takes the state and the time."""
 
 
-Values = Callable[[FloatArray, BoolArray, float], FloatArray]
-
-
-def _always(_request: Request, _context: QueueContext) -> bool:
+def _always(*_: object) -> bool:
     return True
 
 
@@ -126,22 +122,20 @@ class OnlinePolicy:
     Attributes:
         order: Sort the waiting requests, given by arrival, best first.
         admits: Whether a request may start now.
+        admits_late: Whether a request that has missed its TTFT objective may start.
         scans_past: Whether admission continues behind a request that could not start.
         select: Choose the requests to start, and their representation, when memory is short; None: use `order`. Returns
             None if memory suffices.
-        values: The knapsack's values of requests, from their pending times in seconds, whether they can still meet the
-            SLO, and the TTFT limit. When memory is short, running requests lose theirs by value per unit. None: the
-            newest loses it first.
-        late_last: A running request that missed its TTFT objective loses its memory to those that can still meet it.
+        running_order: Sort the running online requests; the last loses its memory first. None: by arrival.
         by_laxity: Prompts that can still meet the objective go first; while memory lasts they also start first.
     """
 
     order: Order
     admits: Callable[[Request, QueueContext], bool] = _always
+    admits_late: Callable[["SchedulerState", Request], bool] = _always
     scans_past: bool = False
     select: Select | None = None
-    values: Values | None = None
-    late_last: bool = False
+    running_order: Callable[["SchedulerState", float], list[Request]] | None = None
     by_laxity: bool = False
 
 
@@ -257,6 +251,11 @@ class SchedulerState:
             return self.objective.tbt
         gaps = [request.spec.promise.tbt for request in self.promised if request.row >= 0 and request.spec.promise]
         return min([self.objective.tbt, *gaps])
+
+    def running_online(self, now: float) -> list[Request]:
+        """Return the running online requests. Memory is taken from the end of this order."""
+        order = self.online_policy.running_order
+        return list(self.running[RequestClass.ONLINE]) if order is None else order(self, now)
 
     def running_prompts(self) -> list[Request]:
         """Return the running online requests with a prompt in progress, by arrival."""

@@ -49,11 +49,9 @@ from engine.scheduling.urgency import (
     PromptOrder,
     binds,
     floor_chunk,
-    online_order,
     order_prompts,
     overdue,
     prompt_share,
-    spares,
     urgent_slack,
     uses_laxity,
 )
@@ -231,16 +229,15 @@ class PromptFill:
 
     def _start_waiting(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
         """Try to start a waiting request. Return whether the next one may be tried."""
-        may_start = self._step.may_start(request)
+        may_start, policy = self._step.may_start(request), self._state.online_policy
         if chosen is not None:
             start = chosen.get(request)  # None: a running prompt that was preempted in this step
-            if start is not None and may_start and (start.savable or spares(self._state, request)):
+            if start is not None and may_start and (start.savable or policy.admits_late(self._state, request)):
                 self._admit(request, start.kind)
             return True  # a chosen request that does not fit is skipped
-        policy = self._state.online_policy
         if not may_start:
             return False
-        if self._state.objective.is_late(request, self._step.now) and not spares(self._state, request):
+        if self._state.objective.is_late(request, self._step.now) and not policy.admits_late(self._state, request):
             return True  # late requests leave room for those that can still meet the SLO
         if policy.admits(request, context) and self._admit(request, CacheKind.KV):
             return True
@@ -346,7 +343,7 @@ class StepBuilder:
         Also set the time limit for prompts from the earliest token deadline that the decodes can still meet.
         """
         step, ledger, objective = self._step, self._step.ledger, self._state.objective
-        decodes, prompts = due(online_order(self._state, step.now))
+        decodes, prompts = due(self._state.running_online(step.now))
         if self._state.staged:
             decodes = next_half(decodes)
         self._prompts.any_running = bool(prompts)

@@ -23,8 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush, merge
-from itertools import compress
-from operator import attrgetter, itemgetter, not_
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -377,13 +376,6 @@ def longest_queue_time(state: SchedulerState, request: Request | None = None) ->
     return min(state.queue_time.longest(promise.ttft), promise.e2e)
 
 
-def owes(state: SchedulerState, request: Request, now: float) -> bool:
-    """Return whether a running request without a token since it started has waited so long that it keeps its memory."""
-    times = request.times
-    waited = now - (times.arrival if times.last_token is None else times.last_token)
-    return waited >= PATIENCE * longest_queue_time(state, request)
-
-
 def binds(state: SchedulerState) -> bool:
     """Return whether the policy may let a younger request overtake a waiting one that has a maximum wait."""
     policy = state.online_policy
@@ -438,12 +430,6 @@ def answer_tokens(state: SchedulerState) -> float:
     return state.mean_output if state.num_answers else DEFAULT_OUTPUT
 
 
-JUST_NOW = 1e-3
-"""Minimum pending time in seconds: tokens of the last step came at the same time, and then the units decide."""
-LATE_HEADROOM = 0.25
-"""Share of the pool that a late request must leave free when it starts, under a policy with `late_last`."""
-
-
 class Victims:
     """Choose the requests that step `step_id` preempts."""
 
@@ -483,7 +469,7 @@ class Victims:
             return victim
         state = self._state
         offline = state.running[RequestClass.OFFLINE]
-        peers = online_order(state, self._now) if online else sorted(offline, key=lambda r: r.spec.lane)
+        peers = state.running_online(self._now) if online else sorted(offline, key=lambda r: r.spec.lane)
         for candidate in reversed(peers):
             if candidate is request or candidate.last_step != self._step_id:
                 return candidate
@@ -532,36 +518,3 @@ def _smallest_victims(
 def freed_units(request: Request, spared: Collection[CacheBlock] = frozenset()) -> int:
     """Return the units that preempting a running request frees."""
     return count_units(b for b in request.cache_map.blocks if b.ref_count == 1 and b not in spared)
-
-
-def online_order(state: SchedulerState, now: float) -> list[Request]:
-    """Return the running online requests by arrival; under a knapsack policy the late ones come last.
-
-    Memory is taken from the end of this order. If it is short, the others are ordered by value per unit, as Apt-Serve
-    chooses among running requests (§5): a request with many units and little value loses them first. Requests without a
-    limit on gaps lose theirs before those with one.
-    """
-    running, policy = list(state.running[RequestClass.ONLINE]), state.online_policy
-    if policy.values is None or not (math.isfinite(state.objective.ttft) or state.promised):
-        return running
-    late = [state.objective.is_late(request, now) and not owes(state, request, now) for request in running]
-    if state.pool.num_available_units >= UNITS_PER_BLOCK * len(running):
-        return [*compress(running, map(not_, late)), *compress(running, late)] if any(late) else running
-    times = [request.times for request in running]
-    pending = np.array([max(JUST_NOW, now - (t.arrival if t.last_token is None else t.last_token)) for t in times])
-    values = policy.values(pending, ~np.array(late, dtype=bool), state.objective.ttft)
-    units = np.array([max(1, request.cache_map.num_running_units) for request in running])
-    patient = [r.spec.promise is not None and math.isinf(r.spec.promise.tbt) for r in running]
-    return [running[index] for index in np.lexsort((-values / units, patient, late)).tolist()]
-
-
-def spares(state: SchedulerState, request: Request) -> bool:
-    """Return whether a late request may start: it must leave `LATE_HEADROOM` of the pool to savable requests.
-
-    With less left, it would only be preempted again. Always true without `late_last` and while no online request runs.
-    """
-    if not state.online_policy.late_last or not state.running[RequestClass.ONLINE]:
-        return True
-    units = request.num_blocks(state.config.block_size) * UNITS_PER_BLOCK
-    room = state.pool.num_available_units + state.cache.parked.num_units(online=True)
-    return room - units >= LATE_HEADROOM * state.pool.num_units
