@@ -25,105 +25,108 @@ OVERLOADS = ("recompute", "hidden", "drop")
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
-def _flag(default: Any, help_text: str, choices: tuple[str, ...] = (), joint: str = "") -> Any:
-    return field(default=default, metadata={"help": help_text, "choices": choices, "joint": joint})
+def flag(
+    default: Any, help_text: str, choices: tuple[str, ...] = (), *, joint: str = "", secret: bool = False
+) -> Any:
+    """Return a config field that is a flag; see `tidemill.flags.Flag`."""
+    return field(default=default, repr=not secret, metadata={"help": help_text, "choices": choices, "joint": joint})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The settings of the engine. None means that the value is derived from the model and the machine."""
 
-    model: str = _flag(
+    model: str = flag(
         "",
         "folder or Hugging Face id of a checkpoint, or http://HOST:PORT of a vLLM for batches; empty: the demo model",
     )
-    revision: str | None = _flag(None, "branch, tag or commit of a model from the hub (default: the newest)")
-    model_impl: str = _flag(
+    revision: str | None = flag(None, "branch, tag or commit of a model from the hub (default: the newest)")
+    model_impl: str = flag(
         "auto",
         "layers that run the model: own, or those of transformers with our attention and cache; auto: own where the "
         "family is supported",
         ("auto", "own", "transformers"),
     )
-    generation_config: str = _flag(
+    generation_config: str = flag(
         "auto", "sampling defaults of requests; auto: the checkpoint's generation_config.json", ("auto", "none")
     )
-    device: str = _flag("auto", "device that runs the model", ("auto", "cpu", "cuda"))
-    dtype: str = _flag("auto", "type of weights and cache", ("auto", "bfloat16", "float16", "float32"))
-    kv_cache_dtype: str = _flag(
+    device: str = flag("auto", "device that runs the model", ("auto", "cpu", "cuda"))
+    dtype: str = flag("auto", "type of weights and cache", ("auto", "bfloat16", "float16", "float32"))
+    kv_cache_dtype: str = flag(
         "auto",
         "type of K and V in the cache; int8: 8 bits and a scale per head, about twice the tokens in the same memory",
         ("auto", "int8"),
     )
-    kernels: str = _flag(
+    kernels: str = flag(
         "auto",
         "operations of a step; auto: our kernels if they pass their test; no-graphs: on a GPU without CUDA graphs; "
         "torch: torch operators",
         ("auto", "no-graphs", "torch"),
     )
-    quantization: str = _flag(
+    quantization: str = flag(
         "none",
         "linear layers of fewer bits, with weights rounded once and inputs in every step; int8: integers of 8 bits, on "
         "a CPU; int4: weights of 4 bits, on a CPU; fp8: 8-bit floats, on a GPU of compute capability 8.9 or newer",
         ("none", "int8", "int4", "fp8"),
     )
-    speculation: str = _flag(
+    speculation: str = flag(
         "auto",
         "verify guesses of an answer's next tokens, from its context and from earlier answers, in steps that have time "
         "for them; answers stay the same up to rounding; auto: on a CPU, since no GPU was measured",
         ("auto", "on", "off"),
     )
-    threads: int | None = _flag(None, "processor threads of a step on a CPU (default: measured, at most one per core)")
-    load_format: str = _flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))
-    self_test: bool = _flag(
+    threads: int | None = flag(None, "processor threads of a step on a CPU (default: measured, at most one per core)")
+    load_format: str = flag("auto", "dummy: random weights for benchmarks", ("auto", "safetensors", "dummy"))
+    self_test: bool = flag(
         True, "before serving, compare a few tokens with transformers' eager attention; end the start if they differ"
     )
-    lora: tuple[str, ...] = _flag(
+    lora: tuple[str, ...] = flag(
         (),
         "NAME=PATH of a LoRA adapter stored by peft; requests select it as model NAME or MODEL:NAME; repeat for "
         "several",
     )
-    max_model_len: int | None = _flag(None, "longest prompt plus output, tokens (default: the model's)")
-    num_gpu_blocks_override: int | None = _flag(None, "size of the cache in blocks of KV, also on a CPU")
-    gpu_memory_utilization: float = _flag(0.9, "share of the device's memory for weights and cache")
-    max_num_seqs: int | None = _flag(
+    max_model_len: int | None = flag(None, "longest prompt plus output, tokens (default: the model's)")
+    num_gpu_blocks_override: int | None = flag(None, "size of the cache in blocks of KV, also on a CPU")
+    gpu_memory_utilization: float = flag(0.9, "share of the device's memory for weights and cache")
+    max_num_seqs: int | None = flag(
         None, "maximum requests in a step (default: 64; 256 on a GPU with room for them, or if weights stream)"
     )
-    max_num_batched_tokens: int | None = _flag(
+    max_num_batched_tokens: int | None = flag(
         None, "maximum tokens in a step (default: 512; 2048 on a GPU with room for 256 requests, or if weights stream)"
     )
-    max_queue_time: str = _flag(
+    max_queue_time: str = flag(
         DEFAULT_QUEUE,
         "maximum wait before an online request is refused with 429: 5s, 1x (the TTFT objective), or none",
     )
-    enable_prefix_caching: bool = _flag(True, "share equal prompt prefixes between requests of one tenant")
-    slo: str = _flag(
+    enable_prefix_caching: bool = flag(True, "share equal prompt prefixes between requests of one tenant")
+    slo: str = flag(
         "ttft_p99=1s,tbt_p99=100ms",
         "objectives of online requests; also 'tbt_mean=50ms' or '5%'; repeat with NAME: for a class of requests, as in "
         "premium:ttft_p99=300ms,tbt_p99=50ms or agent:e2e_p99=20s",
         joint=";",
     )
-    online_policy: str = _flag(
+    online_policy: str = flag(
         "goodput",
         "order of online requests if memory is short: goodput[:TAIL], goodput-strict, apt[:TAIL], larry[:ALPHA], fcfs",
     )
-    offload_weights: str = _flag(
+    offload_weights: str = flag(
         "off", "memory for weights in GiB, or auto (free memory); the rest streams in every step; off: none streams"
     )
-    swap_space: float | None = _flag(
+    swap_space: float | None = flag(
         None,
         "GiB of host memory for the cache of preempted requests and of chats until their next turn (default: on a "
         "GPU a quarter of the free memory, at most 16; otherwise 0); with --offload-weights, for the cache of running "
         "requests, which then streams, too (CPU: in a file)",
     )
-    overload: str = _flag(
+    overload: str = flag(
         "recompute",
         "action if memory for online requests runs out: recompute (preempt the last requests, see --swap-space), "
         "hidden (with apt or goodput, also run requests from hidden state if the model allows it), or drop (two "
         "engines become one pipeline, and the memory of the layers that each drops holds requests)",
         OVERLOADS,
     )
-    profile_dir: str = _flag("", "folder of latency profiles (default: tidemill/profiles in the user's cache)")
-    profile_seconds: float = _flag(30.0, "maximum seconds to measure step times if no profile fits (0: one step only)")
+    profile_dir: str = flag("", "folder of latency profiles (default: tidemill/profiles in the user's cache)")
+    profile_seconds: float = flag(30.0, "maximum seconds to measure step times if no profile fits (0: one step only)")
 
     @property
     def hidden_cache(self) -> bool:

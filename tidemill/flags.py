@@ -109,10 +109,8 @@ def _flag_of(field: "dataclasses.Field[Any]", hint: Any) -> Flag:
     many = typing.get_origin(hint) is tuple
     kind = typing.get_args(hint)[0] if many else hint
     assert kind in _NOUNS, f"{field.name}: no flag for {hint}"
-    metadata = field.metadata
-    secret = not field.repr
-    text, choices, joint = metadata["help"], metadata["choices"], metadata.get("joint", "")
-    return Flag(field.name, kind, many, optional, field.default, text, choices, secret, joint)
+    text, choices, joint = (field.metadata[name] for name in ("help", "choices", "joint"))
+    return Flag(field.name, kind, many, optional, field.default, text, choices, not field.repr, joint)
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
