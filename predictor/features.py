@@ -9,7 +9,7 @@ exactly. They never decrease as a context grows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -104,25 +104,6 @@ def _pairs(start: int, length: int) -> int:
     return length * start + length * (length + 1) // 2
 
 
-class FeatureRow(NamedTuple):
-    """The sums of one step, in the order in which samples store them."""
-
-    num_tokens: int
-    num_decodes: int
-    decode_context_sum: int
-    num_prefill_chunks: int
-    prefill_token_sum: int
-    attention_work: int
-    compact_tokens: int
-    restored_tokens: int
-    transferred_bytes: int
-    adapters: int
-    adapted_tokens: int
-    prefill_context_sum: int = 0
-    masks: int = 0
-    masked_rows: int = 0
-
-
 class CacheWork(NamedTuple):
     """Work of one step for the cache: past tokens run from hidden state, tokens whose K and V are restored, bytes moved
     between device and host."""
@@ -130,9 +111,6 @@ class CacheWork(NamedTuple):
     compact_tokens: int = 0
     restored_tokens: int = 0
     transferred_bytes: int = 0
-
-
-_sums = attrgetter(*FeatureRow._fields)
 
 
 @dataclass(slots=True)
@@ -218,14 +196,20 @@ class BatchFeatures:
         """Return an independent copy."""
         return BatchFeatures(self.reach, *_sums(self))
 
-    def row(self) -> FeatureRow:
-        """Return the sums as a tuple."""
-        return FeatureRow._make(_sums(self))
+    def row(self) -> tuple[int, ...]:
+        """Return the sums in the order of `SUMS`, in which samples store them."""
+        row: tuple[int, ...] = _sums(self)
+        return row
 
     @classmethod
-    def from_row(cls, row: FeatureRow, reach: Reach = EVERYTHING) -> "BatchFeatures":
+    def from_row(cls, row: Iterable[int], reach: Reach = EVERYTHING) -> "BatchFeatures":
         """Inverse of `row`."""
         return cls(reach, *row)
+
+
+SUMS = tuple(each.name for each in fields(BatchFeatures))[1:]
+"""The names of the sums of a step."""
+_sums = attrgetter(*SUMS)
 
 
 class LatencyPredictor(Protocol):

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from predictor.features import EVERYTHING, BatchFeatures, FeatureRow, Reach
+from predictor.features import EVERYTHING, SUMS, BatchFeatures, Reach
 from predictor.model import (
     CACHE_TERMS,
     COLUMNS,
@@ -112,7 +112,7 @@ class _Design:
         self._buckets = np.array(buckets, dtype=np.float64)
         self._decode_buckets = np.array(decode_buckets or buckets, dtype=np.float64)
         self._jump_at = jump_at or math.inf
-        self._fields = [FeatureRow._fields.index(column) for column in COLUMNS.values()]
+        self._fields = [SUMS.index(column) for column in COLUMNS.values()]
 
     def _block(self, rows: "Matrix") -> "Matrix":
         """Return the columns of a block, [n, ROW_WIDTH] → [columns, n]."""
@@ -128,8 +128,8 @@ class _Design:
         return out
 
     def _pad(self, rows: "Matrix") -> "Matrix":
-        tokens = rows[:, FeatureRow._fields.index("num_tokens")]
-        prompts = rows[:, FeatureRow._fields.index("num_prefill_chunks")] > 0
+        tokens = rows[:, SUMS.index("num_tokens")]
+        prompts = rows[:, SUMS.index("num_prefill_chunks")] > 0
         padded: Matrix = self._np.where(
             prompts, self._padded(tokens, self._buckets), self._padded(tokens, self._decode_buckets)
         )

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from predictor.features import EVERYTHING, BatchFeatures, FeatureRow, Reach
+from predictor.features import EVERYTHING, SUMS, BatchFeatures, Reach
 
-ROW_WIDTH = len(FeatureRow._fields) + 1
+ROW_WIDTH = len(SUMS) + 1
 
 
 class Sample(NamedTuple):
@@ -64,7 +64,7 @@ class SampleLog:
     def __iter__(self) -> Iterator[Sample]:
         for offset in range(0, len(self.values), ROW_WIDTH):
             *sums, seconds = self.values[offset : offset + ROW_WIDTH]
-            yield Sample(BatchFeatures.from_row(FeatureRow(*map(int, sums))), seconds)
+            yield Sample(BatchFeatures.from_row(map(int, sums)), seconds)
 
 
 def split_samples(samples: Iterable[Sample], held_out: float = 0.2, seed: int = 0) -> tuple[list[Sample], list[Sample]]:

@@ -17,7 +17,7 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from predictor.features import BatchFeatures, FeatureRow, Reach
+from predictor.features import SUMS, BatchFeatures, Reach
 from predictor.model import LINEAR_TERMS, LatencyModel, Sample
 
 FEW_TOKENS, MANY_TOKENS = 128, 1024
@@ -248,7 +248,9 @@ def _sample(row: list[object]) -> Sample:
     *sums, seconds = row
     if _number(seconds) <= 0.0:
         raise ValueError("a step of the sweep took no time")
-    return Sample(BatchFeatures.from_row(FeatureRow(*map(_sum, sums))), _number(seconds))
+    if len(sums) != len(SUMS):
+        raise ValueError(f"a step of the sweep has {len(sums)} sums, not {len(SUMS)}")
+    return Sample(BatchFeatures.from_row(map(_sum, sums)), _number(seconds))
 
 
 def _sum(value: object) -> int:

@@ -16,7 +16,7 @@ from support.tables import for_each
 
 from engine.limits import Limits
 from engine.profiling.calibration import StepShape, anchor_shapes, find_knee, plan_sweep, run_sweep
-from predictor.features import BatchFeatures, FeatureRow
+from predictor.features import BatchFeatures
 from predictor.fitting import fit
 from predictor.model import LINEAR_TERMS, LatencyModel, Sample, SampleLog, default_knots, split_samples
 from predictor.online import OnlineModel, Tail
@@ -90,7 +90,7 @@ def test_features_are_the_sums_of_the_definition() -> None:
     features.add_masked(2)
     features.add_masked(1)
     attention = sum(10 + i for i in (1, 2, 3, 4)) + 1 + 2
-    assert features.row() == FeatureRow(10, 4, 400, 2, 6, attention, 5, 6, 7, 2, 4, 14 + 2, 1, 3)
+    assert features.row() == (10, 4, 400, 2, 6, attention, 5, 6, 7, 2, 4, 14 + 2, 1, 3)
 
 
 def test_a_sample_log_keeps_samples_and_overwrites_the_oldest() -> None:

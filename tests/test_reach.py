@@ -35,7 +35,7 @@ from engine.virtual import Arrival, PredictedRunner, VirtualDriver
 from loadgen.simulation.device import profiled_device
 from loadgen.simulation.gpu import DEVICES, MODELS, SimulatedDevice, SimulatedRunner, fit_device
 from predictor.budget import BudgetParams
-from predictor.features import EVERYTHING, BatchFeatures, FeatureRow, Reach
+from predictor.features import EVERYTHING, BatchFeatures, Reach
 from predictor.fitting import fit, refit
 from predictor.model import LatencyModel, Sample
 from predictor.online import OnlineModel
@@ -142,7 +142,7 @@ def test_without_windows_features_and_keys_are_what_they_were(tmp_path: Path) ->
     for start, length in ((9999, 1), (5000, 300), (0, 17)):
         features.add_chunk(start, length)
     features.add_decodes(3, 4000)
-    assert features.row() == FeatureRow(321, 4, 14000, 2, 317, 1545303, 0, 0, 0, 0, 0, 5317, 0, 0)
+    assert features.row() == (321, 4, 14000, 2, 317, 1545303, 0, 0, 0, 0, 0, 5317, 0, 0)
     key = ProfileKey("m, 12 parameters", "cpu", "bfloat16", "1", "1 2; 64")
     assert key.filename() == "m-12-parameters-cpu-bfloat16-1-adbde0e07e.json"
     profile = Profile(key, "2026-01-02T03:04:05Z", replace(LAW, reach=EVERYTHING), 0.01, 100)

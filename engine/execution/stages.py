@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from operator import add, sub
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -38,7 +39,7 @@ from engine.machine.child import Link
 from engine.models.decoder import Decoder
 from engine.models.weights import LayerWeights, ResidentLayers, matrices
 from engine.scheduling.output import Collect, SchedulerOutput
-from predictor.features import BatchFeatures, FeatureRow, LatencyPredictor, Reach
+from predictor.features import SUMS, BatchFeatures, LatencyPredictor, Reach
 
 GRAIN = 16
 """Chunks are cut at multiples of this number of tokens."""
@@ -104,7 +105,7 @@ def _halve(batch: MicroBatch, model: LatencyPredictor, grain: int) -> tuple[Micr
     if sum(piece.length for piece in batch) == 1:
         return batch, []
     reach = model.reach
-    sums = [FeatureRow(*([0] * len(FeatureRow._fields))), *accumulate((_row(piece, reach) for piece in batch), _plus)]
+    sums = list(accumulate((_row(piece, reach) for piece in batch), _plus, initial=(0,) * len(SUMS)))
 
     def gap(index: int, tokens: int) -> float:
         """Return the cost of the part before token `tokens` of piece `index`, minus the cost of the remainder."""
@@ -143,18 +144,18 @@ def cut(batch: Sequence[BatchPiece], tokens: int) -> tuple[MicroBatch, MicroBatc
     return first, []
 
 
-def _row(piece: BatchPiece, reach: Reach) -> FeatureRow:
+def _row(piece: BatchPiece, reach: Reach) -> tuple[int, ...]:
     features = BatchFeatures(reach)
     features.add_chunk(piece.start, piece.length)
     return features.row()
 
 
-def _plus(one: FeatureRow, other: FeatureRow) -> FeatureRow:
-    return FeatureRow(*(a + b for a, b in zip(one, other, strict=True)))
+def _plus(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(add, one, other))
 
 
-def _minus(one: FeatureRow, other: FeatureRow) -> FeatureRow:
-    return FeatureRow(*(a - b for a, b in zip(one, other, strict=True)))
+def _minus(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(sub, one, other))
 
 
 LoadLayers = Callable[[Sequence[int]], list[LayerWeights]]
