@@ -1,14 +1,12 @@
 """What running a request is worth: pending time, SLO misses, predicted tokens, the tail knob, the vote."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api import RequestOutput, RequestTimes, quick_constructor
 from engine.scheduling.selection import (
     DEFAULT_TAIL,
     EPSILON,
@@ -95,20 +93,3 @@ def test_small_savable_requests_go_first_under_goodput_and_old_ones_under_apt() 
     assert chosen([apt_value(p, savable, tail=0.0) for p, savable, _ in queue], 22) == (0,)
     # With a tail the late one is back ahead of all: 0.4 · 3 s for four units.
     assert chosen([apt_value(p, savable) for p, savable, _ in queue], 22)[0] == 3
-
-
-def test_a_quick_constructor_makes_what_the_class_makes() -> None:
-    times = RequestTimes(1.0, last_token=3.0)
-    assert quick_constructor(RequestTimes)(1.0, last_token=3.0) == times and type(times) is RequestTimes
-    said: dict[str, Any] = {
-        "request_id": "a",
-        "token_ids": (1,),
-        "logprobs": None,
-        "times": times,
-        "num_prompt_tokens": 1,
-    }
-    said |= {"num_cached_tokens": 2, "num_output_tokens": 3, "probe": True}
-    made = quick_constructor(RequestOutput)(**said)
-    assert made == RequestOutput(**said) and type(made) is RequestOutput
-    with pytest.raises(TypeError, match="num_output_tokens"):
-        quick_constructor(RequestOutput)(**{key: said[key] for key in said if key != "num_output_tokens"})

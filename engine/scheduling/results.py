@@ -7,7 +7,7 @@ step and ends those at fault, which `engine.scheduling.recovery` finds.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs, quick_constructor
+from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
 from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import Admission
@@ -22,7 +22,6 @@ Groups bound the tokens that must be computed again if this engine is lost.
 """
 NO_TOKEN = -4
 """Placeholder token of a chunk that samples none."""
-_make_times, _make_output = quick_constructor(RequestTimes), quick_constructor(RequestOutput)
 
 
 class Results:
@@ -91,7 +90,7 @@ class Results:
             return self._confirm_others(flight, tokens, result, now)
         running, block_size, publish = RequestStatus.RUNNING, self._state.config.block_size, self._state.cache.publish
         outputs: list[RequestOutput] = []
-        new = tuple.__new__  # 256 outputs and times take 0.08 ms less than by `quick_constructor`
+        new = tuple.__new__  # skips the metaclass: 256 outputs and times take about 0.25 ms less
         decodes, offline, offline_class = 0, 0, RequestClass.OFFLINE
         for chunk, request, epoch, token in zip(chunks, flight.requests, flight.epochs, tokens, strict=True):
             if token < 0 or request.status is not running or request.epoch != epoch:
@@ -256,7 +255,7 @@ class Results:
             return self._fail_grammar(request, now)
         times, sampling = request.times, request.spec.sampling
         first = now if times.first_token is None else times.first_token
-        request.times = _make_times(times.arrival, times.first_scheduled, first, now)
+        request.times = RequestTimes(times.arrival, times.first_scheduled, first, now)
         request.token_ids.append(token)
         logprobs = None if token_logprobs is None else (token_logprobs,)
         num_output = len(request.token_ids) - request.num_prompt_tokens
@@ -267,7 +266,7 @@ class Results:
             return self.finish(request, FinishReason.LENGTH, now, (token,), logprobs)
         spec = request.spec
         new = request.emit(EMITTED_TOGETHER) if request.final_only else (token,)
-        return _make_output(
+        return RequestOutput(
             request_id=spec.request_id,
             token_ids=new,
             logprobs=logprobs,
