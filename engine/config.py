@@ -25,9 +25,7 @@ OVERLOADS = ("recompute", "hidden", "drop")
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
-def flag(
-    default: Any, help_text: str, choices: tuple[str, ...] = (), *, joint: str = "", secret: bool = False
-) -> Any:
+def flag(default: Any, help_text: str, choices: tuple[str, ...] = (), *, joint: str = "", secret: bool = False) -> Any:
     """Return a config field that is a flag; see `tidemill.flags.Flag`."""
     return field(default=default, repr=not secret, metadata={"help": help_text, "choices": choices, "joint": joint})
 

@@ -106,9 +106,7 @@ class Driver:
         **core_options: Any,
     ) -> None:
         snapshots = snapshots_of(config, core_options.get("model"))
-        self.core = EngineCore(
-            config, online_policy=find_policy(online_policy), snapshots=snapshots, **core_options
-        )
+        self.core = EngineCore(config, online_policy=find_policy(online_policy), snapshots=snapshots, **core_options)
         self.moves = Moves(self.core.state, self.core.recovery)
         self.check_every = check_every
         self.runner = runner

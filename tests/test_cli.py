@@ -17,7 +17,8 @@ import pytest
 import gateway
 import predictor
 from engine import __version__
-from engine.config import EngineConfig, flag
+from engine import config as engine_config
+from engine.config import EngineConfig
 from engine.refusals import is_loopback
 from gateway.config import ServerConfig
 from tidemill import cli
@@ -216,7 +217,7 @@ def test_flags_reach_their_fields_with_their_types() -> None:
 def test_a_new_field_becomes_a_flag_by_itself() -> None:
     @dataclasses.dataclass(frozen=True)
     class More:
-        new_thing: float | None = flag(None, "100% new")
+        new_thing: float | None = engine_config.flag(None, "100% new")
 
     parser = argparse.ArgumentParser()
     flags = flags_of(More)

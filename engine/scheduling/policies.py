@@ -52,8 +52,8 @@ READ_STEPS = 64
 Choose = Callable[[Sequence[Request], Pressure], list[Start]]
 """Choose among waiting requests for the memory that there is."""
 Values = Callable[[FloatArray, BoolArray, float], FloatArray]
-"""Return the knapsack's values of requests from their pending times in seconds, whether they can still meet the SLO, and
-the TTFT limit."""
+"""Return the knapsack's values of requests, from their pending times in seconds, whether they can still meet the SLO,
+and the TTFT limit."""
 JUST_NOW = 1e-3
 """Minimum pending time in seconds: tokens of the last step came at the same time, and then the units decide."""
 LATE_HEADROOM = 0.25
