@@ -154,7 +154,7 @@ def test_the_cache_gets_what_step_and_graphs_leave(monkeypatch: pytest.MonkeyPat
     unit = memory.unit_bytes(plan.spec, 16, torch.float32)
     num_shapes = len(Buckets(4, 64).all_shapes())
     bytes_left = 110_000_000 - backend.graph_bytes(num_shapes, 3000, 64)
-    assert sized.num_blocks == memory.num_units(bytes_left, unit, 16, 64) // 2
+    assert sized.num_blocks == memory.num_units(bytes_left, unit) // 2
     new = NewRequest(0, "a", (1, 2, 3), 3, SamplingParams(max_tokens=2, temperature=0.0), _kv(2 * sized.num_blocks - 2))
     output = runner.launch(SchedulerOutput(0, (Chunk(0, 0, 3, True),), (new,)))()
     reference = reference_logits(Decoder(plan.spec, weights), [1, 2, 3])

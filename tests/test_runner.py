@@ -356,13 +356,11 @@ def test_units_that_fit() -> None:
     spec: ModelSpec = spec_from_config(llama_config())
     size = memory.unit_bytes(spec, 16, torch.bfloat16)
     assert size * 2 == spec.kv_bytes_per_token(2) * 16
-    assert memory.num_units(11 * size, size, 16, 64) == 10
-    assert memory.num_units(12 * size, size, 16, 64) == 10
-    with pytest.raises(ConfigError, match="--max-model-len 80"):
-        memory.num_units(12 * size, size, 16, 81)
+    assert memory.num_units(11 * size, size) == 10
+    assert memory.num_units(12 * size, size) == 10
     for nothing in (-5, 0, 2 * size):
         with pytest.raises(ConfigError, match="no memory is left"):
-            memory.num_units(nothing, size, 16, 16)
+            memory.num_units(nothing, size)
 
 
 def test_what_hidden_state_and_the_host_tier_take() -> None:
@@ -371,7 +369,7 @@ def test_what_hidden_state_and_the_host_tier_take() -> None:
     size = memory.unit_bytes(spec, 16, torch.float32)
     hidden = memory.hidden_cache_bytes(spec, 16, torch.float32, 6, CPU)
     assert hidden == 6 * 2 * size // spec.num_layers == memory.scratch_bytes(spec, 16, torch.float32, 6)
-    units = memory.num_units(21 * size, size, 16, 16, hidden)
+    units = memory.num_units(21 * size, size, hidden)
     pool = UnitPool.of(
         spec, Limits(1, 16, 16, units, 16), torch.empty(0), scratch_blocks=6,
         host_units=memory.host_units(5 * size + 1, size),

@@ -68,13 +68,13 @@ def with_cache(plan: LaunchPlan, config: EngineConfig, cache_bytes: int) -> Laun
     if config.num_gpu_blocks_override is not None:
         blocks = config.num_gpu_blocks_override
     else:
-        blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1, states) // UNITS_PER_BLOCK
+        blocks = memory.num_units(cache_bytes, unit, states) // UNITS_PER_BLOCK
         if refusal is None and not streams:
             device, views = torch.device(plan.device), plan.offload is not None
             extra = memory.hidden_cache_bytes(
                 plan.own, limits.block_size, dtype, blocks // HIDDEN_SHARE, device, streams=views
             )
-            blocks = memory.num_units(cache_bytes, unit, limits.block_size, 1, extra) // UNITS_PER_BLOCK
+            blocks = memory.num_units(cache_bytes, unit, extra) // UNITS_PER_BLOCK
     plan = replace(
         plan,
         cache_bytes=device_bytes,

@@ -187,33 +187,22 @@ def run_largest_step(decoder: Decoder, limits: Limits) -> None:
         torch.log_softmax(logits, dim=-1).sort(dim=-1)
 
 
-def num_units(cache_bytes: int, bytes_per_unit: int, block_size: int, max_model_len: int, other_bytes: int = 0) -> int:
+def num_units(cache_bytes: int, bytes_per_unit: int, other_bytes: int = 0) -> int:
     """Return the units that fit into `cache_bytes`, besides the zero unit and `other_bytes` (for hidden state or
     recurrent layers).
 
-    Raises ConfigError if they cannot hold one context of `max_model_len` tokens.
+    Raises ConfigError if they hold no block.
     """
     cache_bytes -= other_bytes
     units = cache_bytes // bytes_per_unit - 1
     units -= units % UNITS_PER_BLOCK
-    longest = longest_context(units, block_size)
-    if longest < 1:
+    if units < UNITS_PER_BLOCK:
         needed = (UNITS_PER_BLOCK + 1) * bytes_per_unit
         raise ConfigError(
             f"no memory is left for the cache: one block takes {_mib(needed)}, "
             f"{_mib(max(cache_bytes, 0))} are available"
         )
-    if longest < max_model_len:
-        raise ConfigError(
-            f"the cache ({_mib(cache_bytes)}) holds {longest} tokens, less than one context of {max_model_len}; "
-            f"use --max-model-len {longest} or less, or give the cache more memory"
-        )
     return units
-
-
-def longest_context(units: int, block_size: int) -> int:
-    """Return the tokens of one request that fit into these units."""
-    return max(units, 0) // UNITS_PER_BLOCK * block_size
 
 
 def _mib(num_bytes: int) -> str:
