@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -152,10 +152,10 @@ def _job(job: Mapping[str, Any]) -> dict[str, Any]:
     return {key.replace("_", " ") + units.get(key, ""): value for key, value in job.items() if value != ""}
 
 
-def _value(value: float | None, factor: float = 1.0, digits: str = ".3g") -> str:
+def _value(value: float | None, factor: float = 1.0) -> str:
     if value is None:
         return "-"
-    return f"{value * factor:,.0f}" if abs(value * factor) >= 100 else f"{value * factor:{digits}}"
+    return f"{value * factor:,.0f}" if abs(value * factor) >= 100 else f"{value * factor:.3g}"
 
 
 def _headline(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -211,10 +211,10 @@ def _honesty(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def timeline(records: Records, step: float = 1.0) -> dict[str, Floats]:
-    """Return an array per column with a value per `step` seconds. Tokens are input + output."""
-    count = max(1, math.ceil(records.ended_at / step))
-    edges: Floats = np.arange(count + 1, dtype=np.float64) * step
+def timeline(records: Records) -> dict[str, Floats]:
+    """Return an array per column with a value per second. Tokens are input + output."""
+    count = max(1, math.ceil(records.ended_at))
+    edges: Floats = np.arange(count + 1, dtype=np.float64)
     columns: dict[str, Floats] = {name: np.zeros(count) for name in COLUMNS}
     columns["t"] = edges[:-1]
     online = [record for record in records.requests if record.service_class == "online"]
@@ -263,9 +263,9 @@ PLAIN_EVERY = 5.0
 class LiveLine:
     """Progress line of a run, rewritten in place on a terminal. `show` limits its own rate; `close` ends the line."""
 
-    def __init__(self, horizon: float | None, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+    def __init__(self, horizon: float | None, *, quiet: bool) -> None:
         self._horizon = horizon
-        self._stream = stream or sys.stderr
+        self._stream = sys.stderr
         self._terminal = self._stream.isatty()
         self._quiet = quiet
         self._last = float("-inf")

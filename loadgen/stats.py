@@ -36,16 +36,13 @@ def rank_index(count: int, percent: float) -> int:
     return min(count - 1, max(0, math.ceil(round(percent * count / 100.0, 9)) - 1))
 
 
-def describe(values: ArrayLike, percents: tuple[float, ...] = (50.0, 99.0)) -> dict[str, float | None]:
-    """Return `{"mean", "p50", "p99"}`, or other `percents`, of the values; all None if there are no values."""
+def describe(values: ArrayLike) -> dict[str, float | None]:
+    """Return `{"mean", "p50", "p99"}` of the values; all None if there are no values."""
     array = np.sort(np.asarray(values, dtype=np.float64))
-    names = [f"p{percent:g}" for percent in percents]
     if array.size == 0:
-        return dict.fromkeys(["mean", *names])
-    entries: dict[str, float | None] = {"mean": float(array.mean())}
-    for name, percent in zip(names, percents, strict=True):
-        entries[name] = float(array[rank_index(array.size, percent)])
-    return entries
+        return dict.fromkeys(("mean", "p50", "p99"))
+    p50, p99 = (float(array[rank_index(array.size, percent)]) for percent in (50.0, 99.0))
+    return {"mean": float(array.mean()), "p50": p50, "p99": p99}
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:

@@ -259,7 +259,6 @@ def _single(arguments: argparse.Namespace, asked: Asked) -> int:
 
 
 HOUR, MILLION = 3600.0, 1e6
-_WORTH = "Estimate the value of the batch work that a machine does beside its chats under one or more SLOs."
 _EPILOG = (
     "All other flags of `tidemill simulate` describe the machine, the traffic and the offline lines as they do there."
 )

@@ -118,10 +118,10 @@ class ReplayedServer:
     drafts: DraftTraces | None = None
 
 
-def normal_noise(mape: float, count: int = 99) -> tuple[float, ...]:
-    """Return quantiles of measured ÷ predicted for a mean relative error, assuming log-normal errors."""
+def normal_noise(mape: float) -> tuple[float, ...]:
+    """Return 99 quantiles of measured ÷ predicted for a mean relative error, assuming log-normal errors."""
     errors = NormalDist(0.0, max(mape, 1e-9) * math.sqrt(math.pi / 2))
-    return tuple(math.exp(errors.inv_cdf((i + 0.5) / count)) for i in range(count))
+    return tuple(math.exp(errors.inv_cdf((i + 0.5) / 99)) for i in range(99))
 
 
 def replay(workload: ReplayWindow, server: ReplayedServer, budget: BudgetParams, seed: int = 0) -> dict[str, float]:
@@ -145,19 +145,16 @@ def baseline_noise(workload: ReplayWindow, server: ReplayedServer) -> tuple[dict
     return means, {key: 2.0 * stdev(run[key] for run in runs) / means[key] for key in keys}
 
 
-def run_workload(
-    workload: ReplayWindow, server: ReplayedServer, budget: BudgetParams, *, oracle: bool = False, seed: int = 0
-) -> VirtualRun:
+def run_workload(workload: ReplayWindow, server: ReplayedServer, budget: BudgetParams, *, seed: int = 0) -> VirtualRun:
     """Replay the workload and return the run, with requests in workload order. `seed` draws the step times.
 
-    `oracle`: the core knows the mean step times and keeps no margin for their variation. Every request is followed to
-    its end, even past the window; offline tokens count only inside it.
+    Every request is followed to its end, even past the window; offline tokens count only inside it.
     """
     model, noise, config = server.model, server.noise, server.config
     online = OnlineModel(model, _mean_error(noise))
     prompts = [(service_of(arrival.promise), arrival.lengths.to_compute) for arrival in workload.arrivals]
     waits = ArrivalWaits.of(server.slo, model, prompts, len(prompts) / workload.seconds if prompts else 0.0)
-    assumed = model if oracle or not noise else online
+    assumed = online if noise else model
     core = EngineCore(
         config,
         online_policy=find_policy(server.online_policy),
@@ -168,7 +165,7 @@ def run_workload(
     )
     driver = VirtualDriver(
         core,
-        PredictedRunner(model, noise, None if oracle or not noise else online.observe, seed),
+        PredictedRunner(model, noise, online.observe if noise else None, seed),
         workload.online(config.max_model_len),
         workload.offline(config.max_model_len, seed=1) if budget.latency_budget > 0 else None,
         backlog=2 * config.max_num_seqs,

@@ -194,11 +194,12 @@ def read_processor(cpuinfo: str | None = None) -> Processor:
     return Processor(name, max(1, min(len(places) or threads, threads)), threads, features)
 
 
-def memcpy_rate(size: int = 1 << 25, repeats: int = 5) -> float:
+def memcpy_rate() -> float:
     """Return the maximum rate in bytes/s of copies in host memory, with a buffer larger than the caches."""
+    size = 1 << 25
     source, target = memoryview(bytearray(size)), memoryview(bytearray(size))
     seconds = []
-    for _ in range(repeats + 1):  # the first iteration commits the pages
+    for _ in range(6):  # the first iteration commits the pages
         began = time.perf_counter()
         target[:] = source
         seconds.append(time.perf_counter() - began)

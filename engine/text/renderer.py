@@ -40,8 +40,8 @@ class _EndedError(Exception):
 
 
 class _Process:
-    def __init__(self, memory: int) -> None:
-        command = [sys.executable, "-P", str(_SCRIPT), str(memory)]
+    def __init__(self) -> None:
+        command = [sys.executable, "-P", str(_SCRIPT), str(MEMORY_BYTES)]
         pipe = subprocess.PIPE
         self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
 
@@ -86,10 +86,10 @@ class _Process:
 
 
 class TemplateRenderer:
-    """Renders chat templates. `cpu_seconds` and `memory` (bytes) bound one rendering."""
+    """Renders chat templates. `cpu_seconds` bounds one rendering."""
 
-    def __init__(self, cpu_seconds: float = CPU_SECONDS, memory: int = MEMORY_BYTES) -> None:
-        self._cpu_seconds, self._memory = cpu_seconds, memory
+    def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
+        self._cpu_seconds = cpu_seconds
         self._begin()
 
     def _begin(self) -> None:
@@ -100,7 +100,7 @@ class TemplateRenderer:
     def warm_up(self) -> None:
         """Start processes, whose imports take a second or more, so that two are ready or will be soon."""
         while len(self._idle) < WARM:
-            self._idle.insert(0, _Process(self._memory))  # those that are ready are taken first
+            self._idle.insert(0, _Process())  # those that are ready are taken first
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         """Return the rendered text. Blocking. `values`: other variables of the template, and options of transformers.
@@ -128,7 +128,7 @@ class TemplateRenderer:
             case "refused":
                 return f"The chat template refuses these messages: {text}"
             case "memory":
-                return f"The chat template needs more than {self._memory >> 20} MiB of memory for these messages."
+                return f"The chat template needs more than {MEMORY_BYTES >> 20} MiB of memory for these messages."
             case "time":
                 return f"The chat template needs more than {self._cpu_seconds:g} s of CPU time for these messages."
             case "long":
@@ -162,7 +162,7 @@ class TemplateRenderer:
             try:
                 process = self._idle.pop()
             except IndexError:
-                return _Process(self._memory)
+                return _Process()
             if process.is_alive:
                 return process
             process.end()

@@ -352,32 +352,25 @@ class StorageRetry:
 
     async def run(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """Run `work`, which must be repeatable. Raises StorageError only while stopping."""
+        waits, pause = False, self._retry_seconds
         try:
-            return await work()
-        except StorageError as error:
-            if self.stopping:
-                raise
-            self._health.failed("jobs", error)
-        self._waiting += 1
-        try:
-            return await self._repeat(work)
+            while True:
+                try:
+                    return await work()
+                except StorageError as error:
+                    if self.stopping:
+                        raise
+                    self._health.failed("jobs", error)
+                self._waiting += not waits
+                waits = True
+                await asyncio.sleep(pause)
+                pause = min(MAX_PAUSE, 2 * pause)
         finally:
-            self._waiting -= 1
-            if self.healthy:
-                self._health.worked("jobs")
-                self._changed()
-
-    async def _repeat(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        pause = self._retry_seconds
-        while True:
-            await asyncio.sleep(pause)
-            pause = min(MAX_PAUSE, 2 * pause)
-            try:
-                return await work()
-            except StorageError as error:
-                if self.stopping:
-                    raise
-                self._health.failed("jobs", error)
+            if waits:
+                self._waiting -= 1
+                if self.healthy:
+                    self._health.worked("jobs")
+                    self._changed()
 
 
 class BatchRun:

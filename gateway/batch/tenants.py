@@ -56,10 +56,9 @@ class Ownership:
         unreachable: tenants with files or unfinished batches but without a key, as of the last `report`.
     """
 
-    def __init__(self, store: RowStore, keys: KeyStore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: RowStore, keys: KeyStore) -> None:
         self._store = store
         self._keys = keys
-        self._clock = clock
         self.unreachable: list[Holdings] = []
 
     async def start(self) -> None:
@@ -73,7 +72,7 @@ class Ownership:
         """Log a warning for each tenant without a key."""
         ring = self._keys.ring
         try:
-            holdings = await self._store.holdings(int(self._clock()))
+            holdings = await self._store.holdings(int(time.time()))
         except StorageError as error:
             log.error("tenants without a key could not be determined: %s", error.message)
             return

@@ -306,7 +306,6 @@ class StepBuffers:
         self._prefill = PrefillWork(
             max_samples, tiles, self._tile_tokens, device, self._buffer, slots=self._slots, tile=prefill.block_n
         )
-        self.max_items = items
         scratch = max(items, self._prefill.partials), heads.num_heads
         self._scratch = Scratch(
             torch.zeros((*scratch, heads.value_dim), dtype=torch.float32, device=device),

@@ -127,19 +127,13 @@ class Piece:
 
 
 class Memory:
-    """Memory of one device. `view` creates a tensor [bytes] uint8 over addresses."""
+    """Memory of one device."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        driver: Any = None,
-        view: "Callable[[int, int, torch.device], Tensor] | None" = None,
-    ) -> None:
+    def __init__(self, device: torch.device, driver: Any = None) -> None:
         self.device = device
         if driver is None:
             torch.empty(1, device=device)  # the first CUDA call of a process: the driver needs torch's context
         self._driver = load_driver() if driver is None else driver
-        self._view = view or tensor_over
         where = Location(_ON_DEVICE, device.index or 0)
         self._properties = Properties(type=_PINNED, location=where)
         self._access = Access(where, _READ_WRITE)
@@ -181,7 +175,7 @@ class Memory:
         self._ranges, self._pieces = [], []
 
     def view(self, base: int, num_bytes: int) -> Tensor:
-        return self._view(base, num_bytes, self.device)
+        return tensor_over(base, num_bytes, self.device)
 
     def allow(self, address: int, num_bytes: int) -> None:
         """Enable device access to newly mapped addresses."""
