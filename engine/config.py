@@ -143,7 +143,7 @@ class EngineConfig:
         if (self.threads or 0) > MAX_THREADS:
             raise ConfigError(f"--threads must be at most {MAX_THREADS}, not {self.threads}")
         QueueTime.parse(self.max_queue_time)
-        _check_slo(self.slo)
+        parse_slo(self.slo)
         parse_offload(self.offload_weights)
         parse_adapters(self.lora)
         if not 0.0 <= (self.swap_space or 0.0) <= 65536.0:
@@ -229,8 +229,9 @@ def parse_adapters(words: Sequence[str]) -> tuple[NamedFolder, ...]:
     return tuple(found.values())
 
 
-def _check_slo(text: str) -> None:
+def parse_slo(text: str) -> SLO:
+    """Return the objectives of `--slo`. Raise ConfigError."""
     try:
-        SLO.parse(text)
+        return SLO.parse(text)
     except SLOError as error:
         raise ConfigError(f"--slo: {error}") from None

@@ -10,6 +10,7 @@ import pytest
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.client import EngineStats
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.virtual import Arrival, VirtualRecord, VirtualRun
 from gateway.config import ServerConfig
 from loadgen import InputError, traces, workloads
@@ -236,7 +237,7 @@ def test_a_measured_machine_has_what_it_was_measured_with(profile: Path, tmp_pat
     noted = [SHARED_CORES in profiled_device(tmp_path / name, config).notes for name in ("full.json", "cpu.json")]
     assert noted == [model.key.is_cpu, True]
     for lacking in (EngineConfig(swap_space=1.0), EngineConfig(overload="hidden")):
-        with pytest.raises(simulate.ConfigError, match="was measured without it"):
+        with pytest.raises(ConfigError, match="was measured without it"):
             profiled_device(profile, lacking)
 
 

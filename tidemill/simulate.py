@@ -16,8 +16,8 @@ from pathlib import Path
 
 import orjson
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError, TidemillError
+from engine.config import EngineConfig, parse_slo
+from engine.errors import TidemillError
 from engine.scheduling.objective import UNLIMITED, StepObjective
 from engine.scheduling.queues import OFFLINE_POLICIES
 from engine.speculation.trace import DraftTraces, read_traces
@@ -31,7 +31,7 @@ from loadgen.simulation.policies import find_policy
 from loadgen.simulation.run import Policies, shares_prefixes, simulate
 from loadgen.workloads import Workload
 from predictor.budget import BudgetParams
-from predictor.slo import SLO, SLOError
+from predictor.slo import SLO
 from tidemill import plan_report
 from tidemill.flags import add_flags, flags_of, given
 
@@ -138,12 +138,7 @@ def ask(arguments: argparse.Namespace) -> Asked:
     chosen = {name: value for name, value in said.items() if name in serving}
     config = EngineConfig(**chosen)
     find_policy(config.online_policy)
-    slo = None
-    if "slo" in chosen:
-        try:
-            slo = SLO.parse(config.slo)
-        except SLOError as error:
-            raise ConfigError(f"--slo: {error}") from None
+    slo = SLO.parse(config.slo) if "slo" in chosen else None
     seconds = arguments.duration or SECONDS
     traffic = _traffic(arguments, seconds, planned=slo is not None)
     # Without shared prefixes, hashing the generated prompts would be wasted; it takes as long as a step.
@@ -317,7 +312,7 @@ def worth_main(argv: Sequence[str] | None = None) -> int:
 
 def _run(own: argparse.Namespace, arguments: argparse.Namespace) -> int:
     prices = _prices(own)
-    slos = [_parsed(text) for text in own.slo or [EngineConfig().slo]]
+    slos = [parse_slo(text) for text in own.slo or [EngineConfig().slo]]
     arguments.slo = str(slos[0])
     asked = ask(arguments)
     if not asked.traffic.jobs:
@@ -334,13 +329,6 @@ def _run(own: argparse.Namespace, arguments: argparse.Namespace) -> int:
     if own.out is not None:
         own.out.write_text(text + "\n")
     return 0
-
-
-def _parsed(text: str) -> SLO:
-    try:
-        return SLO.parse(text)
-    except SLOError as error:
-        raise ConfigError(f"--slo: {error}") from None
 
 
 def _prices(own: argparse.Namespace) -> Prices | None:
