@@ -17,9 +17,6 @@ from engine.models.quantized import GROUP, PackedWeight, RoundedWeight, group_of
 PAD = 32
 """Inputs, and rows of a buffer, are padded to a multiple of this."""
 
-PANEL = 32
-"""Number of outputs in a panel of a packed weight."""
-
 _SKEW = 16  # additional elements per row: rows at a distance of a power of two would share few cache lines
 
 
