@@ -11,7 +11,7 @@ from integrity import check_core
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.core import EngineCore
 from engine.limits import SchedulerConfig
-from engine.loop.planner import Planner
+from engine.loop.planner import Planner, continued
 from engine.scheduling.moving import Moves
 from engine.scheduling.objective import OfflineAllowance, StepObjective
 from engine.scheduling.offline import OfflinePlan, PlannedChunk, whole
@@ -138,6 +138,6 @@ async def test_plans_are_counted_as_made_continued_or_late() -> None:
     gate.set()
     await ready.wait()
     assert planner.take() is plan and planner.take() is None
-    assert planner.take(go_on=True) == plan.continued
+    assert planner.take(go_on=True) == continued(plan)
     assert planner.counts == {"made": 1, "continued": 1, "late": 1}
     await planner.stop()

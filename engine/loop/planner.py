@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Generator
 
 from engine.api import NEVER, RequestClass
-from engine.scheduling.offline import OfflinePlan
+from engine.scheduling.offline import OfflinePlan, PlannedChunk
 from engine.scheduling.state import SchedulerState
 
 log = logging.getLogger("tidemill.engine")
@@ -71,7 +71,7 @@ class Planner:
         if plan is not None:
             self._last = plan
         elif go_on and self._last is not None:
-            plan = self._last = self._last.continued
+            plan = self._last = continued(self._last)
             self.counts["continued"] += bool(plan.chunks)
         elif self._is_planning:
             self.counts["late"] += 1
@@ -105,6 +105,16 @@ class Planner:
             if self._clock() >= slice_end:
                 await asyncio.sleep(0)
                 slice_end = self._clock() + SLICE_SECONDS
+
+
+def continued(plan: OfflinePlan) -> OfflinePlan:
+    """Return a plan for the step after that of `plan`: the same requests, each as a running decode.
+
+    The step that uses the plan checks how many tokens each request has left.
+    """
+    if all(chunk.running and chunk.length == 1 for chunk in plan.chunks):
+        return plan
+    return OfflinePlan(tuple(PlannedChunk(chunk.request_id, 1, True) for chunk in plan.chunks))
 
 
 MOST_ROWS = 4

@@ -44,16 +44,6 @@ class OfflinePlan(NamedTuple):
 
     chunks: tuple[PlannedChunk, ...]
 
-    @property
-    def continued(self) -> "OfflinePlan":
-        """Return a plan for the step after this one: the same requests, each as a running decode.
-
-        The step that uses the plan checks how many tokens each request has left.
-        """
-        if all(chunk.running and chunk.length == 1 for chunk in self.chunks):
-            return self
-        return OfflinePlan(tuple(PlannedChunk(chunk.request_id, 1, True) for chunk in self.chunks))
-
 
 def offline_allowance(
     state: SchedulerState,
