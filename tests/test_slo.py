@@ -263,7 +263,7 @@ def test_what_is_no_safer_than_a_failure_is_not_confirmed_next() -> None:
     def window(largest: float) -> Callable[[BudgetParams], dict[str, float]]:
         def replay(params: BudgetParams) -> dict[str, float]:
             late = 0.5 if params.latency_budget > largest else 0.05
-            rate = 4000.0 * min(params.latency_budget / 0.02, 1.0)
+            rate = 4000.0 * min(params.latency_budget / 0.02, 1.0) + params.latency_budget
             kept = float(late < 0.1)
             return {"ttft_p99": late, "tbt_p99": late, "slo_attainment": kept, "offline_throughput": rate}
 
