@@ -1,4 +1,4 @@
-"""Batches of `chaos`: greedy lines whose answers are known beforehand, their upload, their end and their rows."""
+"""Batches of `chaos`: prompts, lines, their upload, their end and their rows."""
 
 import asyncio
 import json
@@ -11,7 +11,6 @@ from typing import Any
 import aiohttp
 
 MODEL = "tidemill-demo"
-LINE_TOKENS, LINE_PROMPTS = 24, 16
 TERMINAL = {"completed", "failed", "expired", "cancelled"}
 
 
@@ -52,12 +51,6 @@ async def submit(session: aiohttp.ClientSession, lines: Iterable[str], url: str 
     return await create(session, (await uploaded.json())["id"], url)
 
 
-async def submit_batch(session: aiohttp.ClientSession, prompts: Sequence[Sequence[int]], lines: int) -> str:
-    """Submit so many lines, the prompts one after another; return the batch's id."""
-    bodies = [json.dumps(body_of(prompt, LINE_TOKENS)) for prompt in prompts]
-    return await submit(session, (line(str(i), bodies[i % len(bodies)]) for i in range(lines)))
-
-
 async def wait_batch(session: aiohttp.ClientSession, batch: str, until: float) -> dict[str, Any]:
     """Return the batch when it has ended, or its state at `until`."""
     while True:
@@ -94,9 +87,3 @@ def _row(text: bytes) -> dict[str, Any]:
         return dict(json.loads(text.decode()))
     except ValueError:
         return {"custom_id": f"unreadable: {text[:40]!r}"}
-
-
-async def text_of(session: aiohttp.ClientSession, prompt: Sequence[int]) -> str:
-    """Return the undisturbed answer of a line of the batch."""
-    async with session.post("/v1/completions", json=body_of(prompt, LINE_TOKENS)) as response:
-        return str((await response.json())["choices"][0]["text"])

@@ -71,7 +71,7 @@ def test_parts_are_known_by_name_and_scaled_by_seconds(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main.main(["--parts", "kill,nonsense"])
     assert (
-        "known: kill, hang, fail, poison, bombs, tenant, storm, inputs, disk, descriptors, store, gateway"
+        "known: kill, hang, fail, poison, bombs, tenant, storm, inputs, disk, descriptors, store"
         in capsys.readouterr().err
     )
     assert Scale(1, 600.0, 8).of(200) == 200 and Scale(1, 60.0, 8).of(200) == 20 and Scale(1, 6.0, 8).of(20, 2) == 2
