@@ -19,7 +19,6 @@ FLAGS = ("--slo", "ttft_p99=120s", "--max-queue-time", "none", "--dtype", "float
 LAG, OWN_LAG = "tidemill_loop_lag_seconds_bucket", "tidemill_loop_own_lag_seconds_bucket"
 """Lateness of the event loop; the second one without waits for a core, which a busy machine causes."""
 START_SECONDS, STOP_SECONDS = 120.0, 60.0
-HANGS = "the server neither listens nor ends"
 
 
 class StartError(Exception):
@@ -82,7 +81,7 @@ class Server:
                     return line.rsplit(" ", 1)[1].rstrip("/")
             time.sleep(0.05)
         text = self.log.read_text(errors="replace")[-4000:]
-        raise StartError(text if self.exit_code is not None else f"{text}\n{HANGS}")
+        raise StartError(text if self.exit_code is not None else f"{text}\nthe server neither listens nor ends")
 
     def kill(self) -> None:
         """Send SIGKILL to the gateway and wait for its end."""
