@@ -1,5 +1,5 @@
 """Break a server of the demo model part by part and check the effects on its clients: the engine process killed, hung
-and failing, hostile requests, faulty disks, no descriptors. Exit 1 on a broken promise. `make chaos`.
+and failing, hostile requests, faulty disks. Exit 1 on a broken promise. `make chaos`.
 """
 
 import argparse
@@ -7,16 +7,11 @@ import asyncio
 import secrets
 import time
 
-from benchmarks.chaos import descriptors, disk, engine, inputs
+from benchmarks.chaos import disk, engine, inputs
 from benchmarks.chaos.promises import Part, Scale, show
 from benchmarks.machine import describe
 
-PARTS: dict[str, Part] = {
-    **engine.PARTS,
-    "inputs": inputs.inputs,
-    "disk": disk.disk,
-    "descriptors": descriptors.descriptors,
-}
+PARTS: dict[str, Part] = {**engine.PARTS, "inputs": inputs.inputs, "disk": disk.disk}
 
 
 def parts(text: str) -> list[str]:

@@ -211,10 +211,6 @@ class Tally:
             self.same += got.tokens == expected.tokens
             self.errors["wrong usage"] += got.tokens != expected.tokens
 
-    def longest_gap(self) -> float:
-        """Return the longest wait for a chunk in seconds."""
-        return max((end - start for start, end in self.gaps), default=0.0)
-
 
 async def undisturbed(session: aiohttp.ClientSession) -> list[Answer]:
     """Return the answers of all numbers, a few at a time. Raise RuntimeError if one fails."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ class StartError(Exception):
 
 class Server:
     """`tidemill serve` in `folder`, which holds its log, its state unless `state` is elsewhere, and `chaos`, through
-    which faults are requested. Engine deaths are unlimited. `limits`: by resource number, soft and hard."""
+    which faults are requested. Engine deaths are unlimited."""
 
     def __init__(
         self,
@@ -35,11 +34,10 @@ class Server:
         *flags: str,
         state: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        limits: Mapping[int, int] | None = None,
     ) -> None:
         self.folder, self.state, self.chaos = folder, state or folder / "state", folder / "chaos"
         self.url = ""
-        self._flags, self._environment, self._limits = flags, environment or {}, limits or {}
+        self._flags, self._environment = flags, environment or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
         self._logs = 0
@@ -68,8 +66,6 @@ class Server:
             own = {"XDG_CACHE_HOME": str(self.folder), VARIABLE: str(self.chaos)}
             environment = {**os.environ, **own, **self._environment}
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        for which, limit in self._limits.items():
-            resource.prlimit(self.pid, which, (limit, limit))
         self.url = self._address()
         self._port = int(self.url.rsplit(":", 1)[1])
 
