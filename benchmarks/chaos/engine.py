@@ -16,7 +16,7 @@ from statistics import median
 
 import aiohttp
 
-from benchmarks.chaos import load, oracle, work
+from benchmarks.chaos import inputs, load, oracle, work
 from benchmarks.chaos import server as chaos_server
 from benchmarks.chaos.child import POISON
 from benchmarks.chaos.oracle import Tally
@@ -40,6 +40,7 @@ class Saboteur:
     """Faults of a server and their effects.
 
     Attributes:
+        session: Client of the server.
         faults: Faults by name.
         down: Spans in which no engine process could answer.
         noticed: Seconds from each hung step until the server said so.
@@ -49,7 +50,7 @@ class Saboteur:
     """
 
     def __init__(self, session: aiohttp.ClientSession, server: Server, dice: random.Random) -> None:
-        self._session = session
+        self.session = session
         self._pid_file = server.state / "engine.pid"
         self._chaos = server.chaos
         self._dice = dice
@@ -99,7 +100,7 @@ class Saboteur:
         """Send a request that kills each process that computes it, until the server has convicted it."""
         self.faults["poison"] += 1
         start = time.monotonic()
-        answer = await oracle.send(self._session, COMPLETIONS, load.body_of(POISON, 20))
+        answer = await oracle.send(self.session, COMPLETIONS, load.body_of(POISON, 20))
         await self._until_ready(start)
         self.poison[str(answer.error).partition(":")[0]] += 1
 
@@ -116,13 +117,10 @@ class Saboteur:
 
     async def _send(self, bomb: Bomb) -> None:
         body = await asyncio.to_thread(bomb.make, MAX_BYTES)
-        headers = {"Content-Type": "application/json"}
-        try:
-            async with self._session.post(bomb.path, data=body, headers=headers) as response:
-                if response.status not in {*bomb.statuses, 429, 503}:
-                    self.wrong[f"{bomb.name}: {response.status}"] += 1
-        except aiohttp.ClientError:
-            return  # closed before it was read: refused as well
+        status, _ = await work.ask(self.session, bomb.path, body)
+        closed = isinstance(status, str) and status != TimeoutError.__name__  # before it was read: refused
+        if not closed and status not in {*bomb.statuses, 429, 503}:
+            self.wrong[f"{bomb.name}: {status}"] += 1
 
     async def _end(self, number: int) -> None:
         """Send a signal to the current process until there is another one."""
@@ -139,7 +137,7 @@ class Saboteur:
         self.down.append((start, time.monotonic()))
 
     async def _is_ready(self) -> bool:
-        async with self._session.get("/ready") as response:
+        async with self.session.get("/ready") as response:
             return response.status == 200
 
     def _another(self) -> Callable[[], bool]:
@@ -260,7 +258,7 @@ async def beside_work(server: Server, scale: Scale, fault: "Fault") -> Run:
         run.work += await work.of_answers(session, run.tally)
         run.ended = list(chaos_server.endings(await chaos_server.read_metrics(session)))
     choices = run.tally.choices if fault.counted else None
-    run.work += work.of_holdings(before, await work.take_stock(server), choices)
+    run.work += work.of_holdings(before, await work.take_stock(server), choices, fault.memory)
     return run
 
 
@@ -299,7 +297,8 @@ def report(run: Run) -> None:
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A part: a fault and its promises besides whole and equal answers. `lines`: of the batch; `clients`: instead of
-    those of the command; `counted`: no other request than theirs is online."""
+    those of the command; `counted`: no other request than theirs is online; `servers`: flags of one server after the
+    other; `memory`: bytes by which the idle gateway may grow."""
 
     about: str
     act: Callable[[Saboteur, Scale], Awaitable[None]]
@@ -307,15 +306,20 @@ class Fault:
     lines: int = 0
     clients: int = 0
     counted: bool = True
+    servers: Sequence[Sequence[str]] = ((),)
+    memory: float = work.MEMORY
 
     def part(self) -> Part:
         """Return the part of `chaos`."""
 
         async def run_part(scale: Scale) -> list[Promise]:
-            with chaos_server.start() as server:
-                run = await beside_work(server, scale, self)
-            report(run)
-            return [*run.work, *self.promises(run)]
+            found: list[Promise] = []
+            for flags in self.servers:
+                with chaos_server.start(*flags) as server:
+                    run = await beside_work(server, scale, self)
+                report(run)
+                found += [*run.work, *self.promises(run)]
+            return found
 
         run_part.__doc__ = self.about
         return run_part
@@ -323,6 +327,10 @@ class Fault:
 
 def of_bombs(run: Run) -> list[Promise]:
     return [never("bombs not refused", run.saboteur.wrong.total())]
+
+
+def of_inputs(run: Run) -> list[Promise]:
+    return [*of_bombs(run), never("engine processes that ended", len(run.ended)), *of_loop(run)]
 
 
 def of_poison(run: Run) -> list[Promise]:
@@ -384,6 +392,23 @@ FAULTS = {
         lines=1200,
         counted=False,
     ),
+    "inputs": Fault(
+        "costly requests, grammars and batch lines of all sizes",
+        inputs.send_inputs,
+        of_inputs,
+        clients=1,
+        counted=False,
+        servers=(("--tool-parser", "qwen3_xml"),),
+        memory=200e6,
+    ),
+    "blanks": Fault(
+        "answers of white space where a call of a function may begin",
+        inputs.write_blanks,
+        of_inputs,
+        clients=1,
+        counted=False,
+        servers=(("--tool-parser", "llama3_json"), ("--tool-parser", "hermes")),
+    ),
 }
 
 
@@ -422,5 +447,5 @@ async def _first_tokens(session: aiohttp.ClientSession, prompts: Sequence[list[i
 
 PARTS: dict[str, Part] = {
     **{name: FAULTS[name].part() for name in ("kill", "hang", "fail", "poison", "bombs")}, "tenant": tenant,
-    "storm": FAULTS["storm"].part(),
+    **{name: FAULTS[name].part() for name in ("storm", "inputs", "blanks")},
 }  # fmt: skip

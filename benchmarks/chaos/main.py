@@ -7,11 +7,11 @@ import asyncio
 import secrets
 import time
 
-from benchmarks.chaos import disk, engine, inputs
+from benchmarks.chaos import disk, engine
 from benchmarks.chaos.promises import Part, Scale, show
 from benchmarks.machine import describe
 
-PARTS: dict[str, Part] = {**engine.PARTS, "inputs": inputs.inputs, "disk": disk.disk}
+PARTS: dict[str, Part] = {**engine.PARTS, "disk": disk.disk}
 
 
 def parts(text: str) -> list[str]:

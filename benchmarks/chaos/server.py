@@ -97,7 +97,7 @@ class Server:
         """Return the number of the engine process, found without the state folder: of the gateway's children that run
         the engine's module, the largest (a spare process has no model)."""
         children = [pid for pid in _children(self.pid) if b"benchmarks.chaos.child" in _read(f"/proc/{pid}/cmdline")]
-        return max(children, key=lambda pid: _memory(pid, "VmRSS"), default=None)
+        return max(children, key=_memory, default=None)
 
     @asynccontextmanager
     async def session(
@@ -111,15 +111,7 @@ class Server:
 
     def resident(self) -> int:
         """Bytes of the gateway process itself."""
-        return _memory(self.pid, "VmRSS")
-
-    def peak(self) -> int:
-        """Return the most bytes that the gateway has had since `reset_peak`."""
-        return _memory(self.pid, "VmHWM")
-
-    def reset_peak(self) -> None:
-        with suppress(OSError):
-            Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+        return _memory(self.pid)
 
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
@@ -136,8 +128,9 @@ def _children(pid: int) -> list[int]:
     return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in _read(str(task)).split()]
 
 
-def _memory(pid: int, name: str) -> int:
-    rows = [row for row in _read(f"/proc/{pid}/status").decode().splitlines() if row.startswith(name)]
+def _memory(pid: int) -> int:
+    """Return the resident bytes of a process; 0 if it has ended."""
+    rows = [row for row in _read(f"/proc/{pid}/status").decode().splitlines() if row.startswith("VmRSS")]
     return 1024 * int(rows[0].split()[1]) if rows else 0
 
 
