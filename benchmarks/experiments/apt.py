@@ -1,9 +1,8 @@
 """Apt-Serve's evaluation (§6, Figures 8, 9 and 11, Tables 4 and 5): SLO attainment by policy, cache, rate, burstiness.
 
-OPT-13B on A100-40GB with the lengths of `apt-chat`, `apt-code` and `apt-sum`; then Llama-3-8B, whose hidden state is
-larger than its K and V and so refused: there the host tier takes its place. Every arm serves the same requests, from an
-empty machine until the last one has ended, as in the paper; no request is refused early. `fcfs` fills its steps with
-chunks of prompts, so it stands for the paper's Sarathi-Serve.
+OPT-13B on A100-40GB with the lengths of `apt-chat`, `apt-code` and `apt-sum`. Every arm serves the
+same requests, from an empty machine until the last one has ended, as in the paper; no request is refused early. `fcfs`
+fills its steps with chunks of prompts, so it stands for the paper's Sarathi-Serve.
 """
 
 from collections.abc import Callable
@@ -29,14 +28,6 @@ ARMS = (
 )
 """The arms of `apt` are the paper's Apt-Serve-S (§6.7). `apt-decay` and `goodput-decay`: a request that has missed its
 SLO keeps 0.4 of its value (§6.6)."""
-HOST_ARMS = (
-    Arm("fcfs", "fcfs"),
-    Arm("fcfs-host", "fcfs", "host"),
-    Arm("apt-kv", "apt:0"),
-    Arm("apt-host", "apt:0", "host"),
-    Arm("goodput-kv", "goodput-strict"),
-    Arm("goodput-host", "goodput-strict", "host"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +40,6 @@ class Part:
 
 
 OPT = MachineSpec("opt-13b", "a100-40gb", max_num_seqs=256, max_model_len=2048)
-LLAMA = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=256, max_model_len=8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,6 @@ class Config:
             ),
             ARMS,
         ),
-        Part(LLAMA, (Load("apt-chat", 1.0, 1.0, (2.0, 3.0, 4.0, 5.0, 6.5), (3.0,)),), HOST_ARMS),
     )
     requests: int = 1000
     cvs: tuple[float, ...] = (5.0, 10.0)
