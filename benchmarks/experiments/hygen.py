@@ -33,8 +33,6 @@ TBT_MEAN = {3.0: "tbt_mean", 4.0: "tbt_mean d4"}
 long a chunk is, so that one without the other jumps from one to the next number of decodes."""
 TIDEMILL_FAMILIES = (*FLAT, *TBT_MEAN.values(), "tbt_p99", "ttft_mean")
 TUNED = {"hygen-star": RATE, "hygen": FLAT, "tidemill": TIDEMILL_FAMILIES}
-BATCH = 2
-"""Replays that are decided on at a time."""
 
 MACHINE = MachineSpec("llama-2-7b", "a100-40gb")
 
@@ -167,7 +165,7 @@ def explore(machine: Machine, config: Config, replays: Replays) -> Surface:
     surface = Surface(lambda settings: replays.on("chosen", settings), Setting(ONLINE_ONLY))
     surface.replay([surface.online_only, Setting(UNLIMITED)])
     for family in families(machine, config):
-        surface.explore(family, targets(config), config.margin, BATCH)
+        surface.explore(family, targets(config), config.margin)
     return surface
 
 

@@ -142,7 +142,7 @@ def case_rows(
         for profile in case.profiles:
             first.members = {}
             for family in families(machine.profile(profile), machine, profile):
-                first.explore(family, [*targets, *(() if profile else promised)], margin, hygen.BATCH)
+                first.explore(family, [*targets, *(() if profile else promised)], margin)
             for policy, names in (("hygen", ("flat",)), ("tidemill", ("flat", "tbt_mean"))):
                 for target in targets:
                     setting = first.choose(target, margin, names)

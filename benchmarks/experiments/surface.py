@@ -15,6 +15,8 @@ from benchmarks.experiments.replay import Setting
 from loadgen.simulation.run import Metrics
 
 RESOLUTION = 1.02
+BATCH = 2
+"""Replays that are decided on at a time. It shapes the surface, so it does not follow the number of processes."""
 CONFIRMED = 5
 """Number of settings that are tried in further windows."""
 Evaluate = Callable[[Sequence[Setting]], Sequence[Metrics]]
@@ -67,21 +69,16 @@ class Surface:
         if missing:
             self.points.update(zip(missing, self.evaluate(missing), strict=True))
 
-    def explore(
-        self, family: Family, targets: Sequence[Target], margin: float, batch: int = 2, start: Sequence[float] = ()
-    ) -> None:
-        """At most `family.runs` replays: the grid (or the values of `start`), then brackets around each target's best.
-
-        `batch` replays are decided on at a time. It shapes the surface, so it must not follow the number of processes.
-        """
+    def explore(self, family: Family, targets: Sequence[Target], margin: float) -> None:
+        """At most `family.runs` replays: the grid, then brackets around each target's best."""
         wanted = [target for target in targets if target.metric in family.metrics]
         ratio = family.high / family.low
-        self._add(family, start or [family.low * ratio ** (i / (family.grid - 1)) for i in range(family.grid)])
+        self._add(family, [family.low * ratio ** (i / (family.grid - 1)) for i in range(family.grid)])
         while (left := family.runs - len(self.members[family.name])) > 0:
             middles = self._middles(family, wanted, margin)
             if not middles:
                 return
-            self._add(family, middles[: min(left, max(batch, 1))])
+            self._add(family, middles[: min(left, BATCH)])
 
     def add(self, name: str, settings: Mapping[float, Setting]) -> None:
         """Replay settings as members of a family, each with its parameter."""

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from benchmarks.simulated_fleet.queued import queued_work
 from benchmarks.simulated_fleet.routers import Chance, Router
-from engine.api import EngineRequest, RequestOutput
+from engine.api import RequestOutput
 from engine.client import LoadReport
 from engine.core import EngineCore
 from engine.errors import RetryableError
@@ -77,15 +77,6 @@ class Server:
     flights: deque[tuple[SchedulerOutput, Flight]] = field(default_factory=deque)
 
 
-Hits = Callable[[EngineRequest], Mapping[int, int]]
-"""By server, how many tokens of a prompt are expected in its prefix cache."""
-
-
-def no_hits(_request: EngineRequest) -> Mapping[int, int]:
-    """Where prefixes are not cached."""
-    return {}
-
-
 class FleetDriver:
     """Replays arrivals (ascending) on `servers`. `on_report`: called with the time after every round of reports;
     `on_idle`: with a server whose last step has ended, before the next one starts. While no server is open, requests
@@ -98,17 +89,14 @@ class FleetDriver:
         arrivals: Iterable[Arrival],
         *,
         seed: int = 0,
-        hits: Hits = no_hits,
         on_report: Callable[[float], None] | None = None,
     ) -> None:
         self.servers = {server.number: server for server in servers}
         self.now = 0.0
         self.run_data = VirtualRun()
         self.records: dict[str, VirtualRecord] = {}
-        self.placed: dict[str, int] = {}
         self._router = router
         self._chance = Chance(random.Random(seed))
-        self._hits = hits
         self._on_report = on_report
         self.on_idle: Callable[[Server], None] | None = None
         self._held: list[Arrival] = []
@@ -118,11 +106,6 @@ class FleetDriver:
         self._order = count()
         self._means = (1.0, 1.0)
         self._num_ended = 0
-
-    @property
-    def num_open(self) -> int:
-        """Requests that have arrived and not ended."""
-        return len(self.records)
 
     def at(self, time: float, what: Callable[[], None]) -> None:
         """Call `what` at `time`, behind all calls that are due then."""
@@ -200,7 +183,7 @@ class FleetDriver:
         if output.finish_reason is None:
             return
         record.ended = at
-        del self.records[output.request_id], self.placed[output.request_id]
+        del self.records[output.request_id]
         self._num_ended += 1
         weight, (inputs, outputs) = 1.0 / min(self._num_ended, RECENT), self._means
         inputs += weight * (len(record.arrival.request.prompt_token_ids) - inputs)
@@ -226,7 +209,7 @@ class FleetDriver:
         if not self._loads:
             self._held.append(arrival)
             return
-        prompt = RoutedPrompt(len(request.prompt_token_ids), self._hits(request))
+        prompt = RoutedPrompt(len(request.prompt_token_ids))
         number = self._router(self._loads, prompt, self._chance)
         record = VirtualRecord(arrival)
         self.run_data.online.append(record)
@@ -237,7 +220,6 @@ class FleetDriver:
             record.rejected, record.retry_after = True, error.retry_after
             return
         self.records[request.request_id] = record
-        self.placed[request.request_id] = number
         tokens = prompt.new_tokens(number)
         self._loads[number] = load._replace(
             queued_tokens=load.queued_tokens + tokens,

@@ -20,7 +20,7 @@ class DropPlan(NamedTuple):
     enough: bool  # whether the freed units cover the missing ones; if not, more engines are needed
 
 
-def plan_drop(groups: "Sequence[Group]", copy_units: int, most: int | None = None) -> DropPlan:
+def plan_drop(groups: "Sequence[Group]", copy_units: int) -> DropPlan:
     """Merge the two smallest groups until the missing units of all groups are freed (Figure 6, O(N log N)).
 
     Among groups of equal size, those with the most missing units merge first. Without a short group, return no merge.
@@ -28,7 +28,6 @@ def plan_drop(groups: "Sequence[Group]", copy_units: int, most: int | None = Non
     Args:
         groups: The current groups.
         copy_units: Units that one copy of the droppable layers frees.
-        most: Maximum engines of a new group; None: no limit.
     """
     needed = sum(group.missing for group in groups)
     if copy_units <= 0 or not any(group.is_short for group in groups):
@@ -41,10 +40,6 @@ def plan_drop(groups: "Sequence[Group]", copy_units: int, most: int | None = Non
     while len(heap) >= 2 and freed < needed:
         first, second = heapq.heappop(heap), heapq.heappop(heap)
         size = first[0] + second[0]
-        if most is not None and size > most:
-            heapq.heappush(heap, first)
-            heapq.heappush(heap, second)
-            break
         freed += copy_units
         heapq.heappush(heap, (size, first[1] + second[1], first[2], (*first[3], *second[3])))
     merges = sorted(members for _, _, _, members in heap if len(members) > 1)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.fleet.routing import Loads, RoutedPrompt, prefix, sal
+from engine.fleet.routing import Loads, RoutedPrompt, sal
 
 
 @dataclass(slots=True)
@@ -41,5 +41,4 @@ ROUTERS: dict[str, Router] = {
     "p2c": p2c,
     "round-robin": round_robin,
     "random": at_random,
-    "prefix": lambda loads, prompt, _chance: prefix(loads, prompt),
 }
