@@ -5,16 +5,15 @@ same start-up sweep as on a real one (HyGen §4.2). The scheduler never sees the
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.limits import SchedulerConfig
 from loadgen.simulation.gpu import SimulatedDevice, SimulatedRunner, fit_device, sweep_device
-from predictor.features import BatchFeatures, LatencyPredictor, Reach
+from predictor.features import BatchFeatures, LatencyPredictor
 from predictor.fitting import RESIDUAL_FLOOR
-from predictor.model import LatencyModel, Sample, largest_chunk, split_samples
+from predictor.model import LatencyModel, Sample, split_samples
 
 Floats = NDArray[np.float64]
 
@@ -35,15 +34,15 @@ class MachineSpec:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """`predictor` is fitted to noisy steps of `device`; `mape` is its error on steps held out of the fit, and
-    `mape_hygen` that of the paper's features. `profiles`: other latency models by name,
-    that with the paper's features as `hygen`."""
+    `mape_hygen` that of `hygen`, a fit of the paper's features. `profiles`: other latency models by name."""
 
     spec: MachineSpec
     device: SimulatedDevice
     config: SchedulerConfig
     predictor: LatencyModel
     mape: float
-    mape_hygen: float = 0.0
+    mape_hygen: float
+    hygen: "HygenLatency"
     profiles: dict[str, LatencyPredictor] = field(default_factory=dict)
 
     def profile(self, name: str) -> LatencyPredictor:
@@ -71,8 +70,8 @@ def build_machine(spec: MachineSpec, seed: int = 0) -> Machine:
     predictor, mape = fit_device(device, config, seed)
     samples = sweep_device(device, config, seed)
     train, held_out = split_samples(samples, seed=seed)
-    tested, hygen = (fit_hygen(part, device.model.reach) for part in (train, samples))
-    return Machine(spec, device, config, predictor, mape, mean_error(tested.predict, held_out), {"hygen": hygen})
+    tested, hygen = (fit_hygen(part) for part in (train, samples))
+    return Machine(spec, device, config, predictor, mape, mean_error(tested.predict, held_out), hygen)
 
 
 def mean_error(predict: Callable[[BatchFeatures], float], samples: Sequence[Sample]) -> float:
@@ -86,70 +85,14 @@ class HygenLatency:
 
     S_d is the sum of decode contexts: as printed it equals N_d, which makes the fit singular. The squares are squares
     of the sums, as printed. `coefficients` are in this order, in seconds per unit. There is no margin, and no cost of
-    cache work, adapters and masks; marginal times are differences of predictions.
+    cache work, adapters and masks.
     """
 
     coefficients: tuple[float, ...]
-    reach: Reach
 
     def predict(self, features: BatchFeatures) -> float:
         """Return the seconds of the step."""
         return math.fsum(a * b for a, b in zip(self.coefficients, _terms(features), strict=True))
-
-    def likely(self) -> Self:
-        """Return this predictor, which has no margin."""
-        return self
-
-    def steady(self) -> Self:
-        """Return this model, which has no margins."""
-        return self
-
-    def cache_work(
-        self,
-        compact_tokens: int = 0,
-        restored_tokens: int = 0,
-        transferred_bytes: int = 0,
-        beside: BatchFeatures | None = None,
-    ) -> float:
-        """Return 0: cache work is not modelled."""
-        del compact_tokens, restored_tokens, transferred_bytes, beside
-        return 0.0
-
-    def adapter_work(self, adapters: int, tokens: int) -> float:  # noqa: ARG002
-        """Return 0: there are no adapters."""
-        return 0.0
-
-    def mask_work(self, features: BatchFeatures, rows: int) -> float:  # noqa: ARG002
-        """Return 0: there are no masks."""
-        return 0.0
-
-    def marginal(self, features: BatchFeatures, start: int, length: int) -> float:
-        """Return the seconds that the chunk (start, length) adds to the step."""
-        more = features.copy()
-        more.add_chunk(start, length)
-        return self.predict(more) - self.predict(features)
-
-    def marginal_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
-        """Return the seconds that `count` decodes add to the step."""
-        more = features.copy()
-        more.add_decodes(count, context_sum)
-        return self.predict(more) - self.predict(features)
-
-    def usual(self, features: BatchFeatures) -> float:
-        """Return the seconds of the step."""
-        return self.predict(features)
-
-    def usual_decodes(self, features: BatchFeatures, count: int, context_sum: int) -> float:
-        """Return the seconds that `count` decodes add to the step."""
-        return self.marginal_decodes(features, count, context_sum)
-
-    def max_prefill(self, features: BatchFeatures, seconds: float, max_tokens: int, start: int) -> int:
-        """Return the largest chunk ≤ `max_tokens` from `start` that adds at most `seconds`; 0 if none fits."""
-        return largest_chunk(lambda length: self.marginal(features, start, length), seconds, max_tokens)
-
-    def expected_prefill(self, features: BatchFeatures, limit: float, max_tokens: int, start: int) -> int:
-        """Return the largest chunk with which the step takes at most `limit` seconds; 0 if none fits."""
-        return self.max_prefill(features, limit - self.predict(features), max_tokens, start)
 
 
 def true_seconds(device: SimulatedDevice, features: BatchFeatures) -> float:
@@ -165,14 +108,14 @@ def _terms(features: BatchFeatures) -> tuple[int, ...]:
     return 1, features.num_decodes, contexts, features.num_prefill_chunks, tokens, contexts**2, tokens**2
 
 
-def fit_hygen(samples: Sequence[Sample], reach: Reach) -> HygenLatency:
+def fit_hygen(samples: Sequence[Sample]) -> HygenLatency:
     """Fit by non-negative least squares of the relative error, as `predictor.fitting.fit`."""
     matrix = np.array([_terms(features) for features, _ in samples], dtype=np.float64)
     seconds = np.array([seconds for _, seconds in samples])
     coefficients = _solve(matrix, seconds, 1.0 / seconds)
     residuals = np.abs(matrix @ coefficients / seconds - 1.0)
     sharper = 1.0 / (seconds * np.sqrt(np.maximum(residuals, RESIDUAL_FLOOR)))
-    return HygenLatency(tuple(_solve(matrix, seconds, sharper).tolist()), reach)
+    return HygenLatency(tuple(_solve(matrix, seconds, sharper).tolist()))
 
 
 def _solve(matrix: Floats, seconds: Floats, weights: Floats) -> Floats:

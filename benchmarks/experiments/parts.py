@@ -2,8 +2,7 @@
 
 - `predictor`: the error of both feature sets, and of true times without their noise, on the steps of a replay;
 - `rates`: all four metrics at a tolerance of 5 % by online rate (Figures 8 and 15); at the middle rate also with
-  latency models of other devices (`profile`) and with the paper's features; and Mistral-7B under Mooncake's requests
-  (Figure 11);
+  latency models of other devices (`profile`); and Mistral-7B under Mooncake's requests (Figure 11);
 - `profiler`: the tolerated mean TBT itself as the budget, and the budget that the search finds for it (Figure 6);
 - `psm`: offline lines with long common prefixes, in prefix order and in order of arrival.
 """
@@ -51,7 +50,7 @@ class Config:
     window: float = 300.0
     rates: tuple[float, ...] = (0.5, 1.0, 1.5)
     targets: tuple[Target, ...] = tuple(Target(metric, 0.05) for metric in hygen.METRICS)
-    profiles: tuple[str, ...] = ("hygen", *FOREIGN)
+    profiles: tuple[str, ...] = FOREIGN
     promises: tuple[float, ...] = (0.05, 0.2, 0.5)
     mooncake: float | None = 0.15
     budget: float = 0.03
@@ -105,7 +104,7 @@ def predictor_rows(machine: Machine, config: Config, data: Path | None, seed: in
     """MAPE on the steps of one replay with offline work, unseen by every fit."""
     scenario = hygen.scenarios(config.at(config.base.rate), data, seed)["chosen"]
     steps = recorded_steps(machine, scenario, Setting(BudgetParams("hygen", config.budget)), seed)
-    models = {"full": machine.predictor.predict, "hygen": machine.profile("hygen").predict}
+    models = {"full": machine.predictor.predict, "hygen": machine.hygen.predict}
     models["true"] = partial(true_seconds, machine.device)
     models |= {name: machine.profile(name).predict for name in FOREIGN}
     rows = []
