@@ -11,20 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
-from benchmarks.experiments import (
-    apt,
-    apt_table,
-    hybridserve,
-    hybridserve_table,
-    hygen,
-    kunserve,
-    larry,
-    orderings,
-    parts,
-    sal,
-)
+from benchmarks.experiments import apt, hybridserve, hygen, kunserve, larry, orderings, parts, sal
 from benchmarks.experiments.table import Result, render, write_table
 from engine.errors import TidemillError
 from loadgen import InputError
@@ -39,26 +29,24 @@ class Experiment(NamedTuple):
     """The same with short windows."""
     run_seed: Callable[..., list[Result]]
     summary: Callable[[Sequence[Result]], tuple[list[str], list[list[Any]]]]
-    figures: Callable[[Sequence[Result]], dict[str, str]] = lambda _: {}
+    figures: Callable[[Sequence[Result]], dict[str, str]]
+
+
+def _of(module: ModuleType, config: Any, short: Any) -> Experiment:
+    return Experiment(config, short, module.run_seed, module.summary, getattr(module, "figures", lambda _: {}))
 
 
 EXPERIMENTS = {
-    "apt-serve": Experiment(apt.CONFIG, apt.SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
-    "apt-serve-llama": Experiment(apt.LLAMAS, apt.LLAMAS_SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
-    "apt-serve-chat": Experiment(apt.CHATS, apt.CHATS_SHORT, apt.run_seed, apt_table.summary, apt_table.figures),
-    "hybridserve": Experiment(
-        hybridserve.CONFIG,
-        hybridserve.SHORT,
-        hybridserve.run_seed,
-        hybridserve_table.summary,
-        hybridserve_table.figures,
-    ),
-    "hygen": Experiment(hygen.CONFIG, hygen.SHORT, hygen.run_seed, hygen.summary, hygen.figures),
-    "hygen-parts": Experiment(parts.CONFIG, parts.SHORT, parts.run_seed, parts.summary),
-    "kunserve": Experiment(kunserve.CONFIG, kunserve.SHORT, kunserve.run_seed, kunserve.summary),
-    "kunserve-bursts": Experiment(kunserve.BURSTS, kunserve.BURSTS_SHORT, kunserve.run_seed, kunserve.summary),
-    "larry": Experiment(larry.CONFIG, larry.SHORT, larry.run_seed, larry.summary, larry.figures),
-    "sal": Experiment(sal.CONFIG, sal.SHORT, sal.run_seed, sal.summary),
+    "apt-serve": _of(apt, apt.CONFIG, apt.SHORT),
+    "apt-serve-llama": _of(apt, apt.LLAMAS, apt.LLAMAS_SHORT),
+    "apt-serve-chat": _of(apt, apt.CHATS, apt.CHATS_SHORT),
+    "hybridserve": _of(hybridserve, hybridserve.CONFIG, hybridserve.SHORT),
+    "hygen": _of(hygen, hygen.CONFIG, hygen.SHORT),
+    "hygen-parts": _of(parts, parts.CONFIG, parts.SHORT),
+    "kunserve": _of(kunserve, kunserve.CONFIG, kunserve.SHORT),
+    "kunserve-bursts": _of(kunserve, kunserve.BURSTS, kunserve.BURSTS_SHORT),
+    "larry": _of(larry, larry.CONFIG, larry.SHORT),
+    "sal": _of(sal, sal.CONFIG, sal.SHORT),
 }
 
 

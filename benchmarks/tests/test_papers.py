@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.experiments.apt import effective_rate
 from benchmarks.experiments.apt_point import Load, attained
-from benchmarks.experiments.apt_table import effective_rate
 from benchmarks.experiments.kunserve import violations
 from benchmarks.experiments.machine import true_seconds
 from benchmarks.experiments.mini_batches import HostBlocks, even_mini_batches, imbalance, mini_batches
