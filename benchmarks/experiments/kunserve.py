@@ -25,9 +25,8 @@ from benchmarks.experiments.pool import each
 from benchmarks.experiments.replay import online_arrivals
 from benchmarks.experiments.table import Result, average, mean, ratios
 from benchmarks.figures import percentile
-from benchmarks.simulated_fleet.fleet import FleetDriver
+from benchmarks.simulated_fleet.fleet import ROUTERS, FleetDriver
 from benchmarks.simulated_fleet.overload import Means, OverloadedFleet
-from benchmarks.simulated_fleet.routers import ROUTERS
 from loadgen import lengths
 from loadgen.arrivals import RateCurve, schedule
 from loadgen.simulation.run import Metrics, Row, measure, rows_of

@@ -17,8 +17,7 @@ from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.pool import each
 from benchmarks.experiments.replay import online_arrivals, part_of_trace
 from benchmarks.experiments.table import Result, average, gains, mean, ratios
-from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
-from benchmarks.simulated_fleet.routers import ROUTERS as ALL_ROUTERS
+from benchmarks.simulated_fleet.fleet import ROUTERS, FleetDriver, OneByOne, Server
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
@@ -29,7 +28,6 @@ from loadgen.stats import stream
 from predictor.features import BatchFeatures
 
 SOURCES = {"chat": lengths.AZURE_CONV, "code": lengths.AZURE_CODE, "sharegpt": lengths.SHAREGPT}
-ROUTERS = ("sal", "p2c", "round-robin", "random")
 MACHINE = MachineSpec("llama-3-8b", "a100-40gb", max_num_seqs=256, max_num_batched_tokens=1024, max_model_len=8192)
 
 
@@ -57,7 +55,7 @@ class Config:
     machine: MachineSpec = MACHINE
     fleets: tuple[Fleet, ...] = FLEETS
     rates: tuple[tuple[str, float], ...] = (("chat", 6.5), ("code", 1.5), ("sharegpt", 2.4))
-    routers: tuple[str, ...] = ROUTERS
+    routers: tuple[str, ...] = tuple(ROUTERS)
     window: float = 80.0
     warm_up: float = 15.0
     ttft: float = 1.0
@@ -125,7 +123,7 @@ def run_task(task: Task) -> Metrics:
     """One run, measured; `busy_spread`: how long the busiest engine ran ÷ the mean."""
     arrivals = online_arrivals(task.rows, task.config.machine.max_model_len)
     servers = servers_of(task)
-    driver = FleetDriver(servers, ALL_ROUTERS[task.router], arrivals, seed=task.seed)
+    driver = FleetDriver(servers, ROUTERS[task.router], arrivals, seed=task.seed)
     found = measure(driver.run(), task.config.warm_up, arrivals[-1].at)
     stats = [report_stats(server.core.state) for server in servers]
     found["preemptions"] = float(sum(sum(stat.preemptions.values()) for stat in stats))

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from benchmarks.simulated_fleet.queued import queued_work
-from benchmarks.simulated_fleet.routers import Chance, Router
-from engine.api import RequestOutput
+from engine.api import RequestClass, RequestOutput
 from engine.client import LoadReport
 from engine.core import EngineCore
 from engine.errors import RetryableError
-from engine.fleet.routing import RoutedPrompt
+from engine.fleet.routing import Loads, RoutedPrompt, sal
 from engine.limits import UNITS_PER_BLOCK
 from engine.scheduling.output import ModelRunner, ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.report import report_stats
@@ -29,6 +27,49 @@ from engine.virtual import Arrival, VirtualRecord, VirtualRun
 REPORT_SECONDS = 0.1
 RECENT = 1000
 """Requests over which mean lengths are taken, about."""
+
+
+# --- routers: that of the live fleet, and the baselines of LARRY's evaluation
+
+
+@dataclass(slots=True)
+class Chance:
+    """The state of a router."""
+
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    last: int = -1  # the engine that `round_robin` chose last
+
+
+Router = Callable[[Loads, RoutedPrompt, Chance], int]
+"""Returns the number of the chosen engine; the loads are not empty."""
+
+
+def p2c(loads: Loads, _prompt: RoutedPrompt, chance: Chance) -> int:
+    """Choose two random engines and return the one with fewer requests."""
+    two = chance.rng.sample(list(loads), min(2, len(loads)))
+    return min(two, key=lambda engine: loads[engine].num_requests)
+
+
+def round_robin(loads: Loads, _prompt: RoutedPrompt, chance: Chance) -> int:
+    """Choose the engines in turn. An absent engine is skipped."""
+    numbers = sorted(loads)
+    chance.last = next((number for number in numbers if number > chance.last), numbers[0])
+    return chance.last
+
+
+def at_random(loads: Loads, _prompt: RoutedPrompt, chance: Chance) -> int:
+    return chance.rng.choice(list(loads))
+
+
+ROUTERS: dict[str, Router] = {
+    "sal": lambda loads, prompt, _chance: sal(loads, prompt),
+    "p2c": p2c,
+    "round-robin": round_robin,
+    "random": at_random,
+}
+
+
+# --- engines
 
 
 class Flight(NamedTuple):
@@ -60,6 +101,35 @@ class OneByOne:
         result = self._inner.launch(output)()
         end = now + result.latency
         return Flight(result, end, end)
+
+
+class QueuedWork(NamedTuple):
+    """Online prompts that wait or are not computed to their end (of preempted requests, with their answers so far): how
+    many, their tokens still to be computed, and the units that they need beyond those they hold. `running`: online
+    requests past their prompt. `waiting_units`: what requests without a row need."""
+
+    requests: int
+    tokens: int
+    units: int
+    running: int
+    waiting_units: int
+
+
+def queued_work(core: EngineCore) -> QueuedWork:
+    """The online work of an engine now."""
+    state = core.state
+    size = state.config.block_size
+    requests = tokens = units = waiting_units = 0
+    for request in state.waiting_online:
+        missing = request.num_missing_tokens
+        requests, tokens = requests + 1, tokens + missing
+        waiting_units += UNITS_PER_BLOCK * min(missing // size + 1, request.most_blocks)
+    running = state.running[RequestClass.ONLINE]
+    prompts = state.running_prompts()
+    for request in prompts:
+        requests, tokens = requests + 1, tokens + len(request.token_ids) - request.num_computed_tokens
+        units += UNITS_PER_BLOCK * max(0, request.num_blocks(size) - request.cache_map.num_live)
+    return QueuedWork(requests, tokens, units + waiting_units, len(running) - len(prompts), waiting_units)
 
 
 @dataclass(slots=True, eq=False)

@@ -13,10 +13,9 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from benchmarks.experiments.machine import Machine
-from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server
+from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server, queued_work
 from benchmarks.simulated_fleet.pipeline import Bubbles, Link, PipelineRunner, Transfer
 from benchmarks.simulated_fleet.plans import pipeline_units, plan_drop, split_layers
-from benchmarks.simulated_fleet.queued import queued_work
 from engine.core import EngineCore
 from engine.execution.stages import BatchPiece, MicroBatch, balanced, cut
 from engine.fleet.overload import Group, should_restore

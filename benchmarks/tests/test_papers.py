@@ -17,10 +17,10 @@ from benchmarks.experiments.pipelines import Stage, run_layers
 from benchmarks.experiments.replay import ONLINE_ONLY, Setting
 from benchmarks.experiments.surface import Family, Surface, Target
 from benchmarks.experiments.table import Result, average, gains, ratios
+from benchmarks.simulated_fleet.fleet import ROUTERS, Chance
 from benchmarks.simulated_fleet.overload import LayerTransfer, exchanges
 from benchmarks.simulated_fleet.pipeline import CHUNK_SECONDS, Link
 from benchmarks.simulated_fleet.plans import DropPlan, pipeline_units, plan_drop, split_layers
-from benchmarks.simulated_fleet.routers import ROUTERS, Chance
 from engine.api import EngineRequest, SamplingParams
 from engine.cache.placement import HostSplit, OffloadCosts, ideal_act, next_is_act, split_host
 from engine.client import LoadReport
