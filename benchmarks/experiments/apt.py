@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.drawing import Series
 from benchmarks.experiments.apt_point import Arm, Load, Point, requests_of, run_point, with_cache
 from benchmarks.experiments.machine import MachineSpec, build_machine
-from benchmarks.experiments.pool import each
+from benchmarks.experiments.replay import each
 from benchmarks.experiments.table import Result, figure, mean
 from loadgen.stats import wilson
 

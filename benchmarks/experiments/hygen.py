@@ -16,8 +16,7 @@ from typing import Any
 
 from benchmarks.drawing import Series
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
-from benchmarks.experiments.pool import Replays
-from benchmarks.experiments.replay import ONLINE_ONLY, Scenario, Setting
+from benchmarks.experiments.replay import ONLINE_ONLY, Replays, Scenario, Setting
 from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, average, figure, mean, ratios
 from engine.colocation.replay import step_range

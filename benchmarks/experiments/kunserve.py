@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
-from benchmarks.experiments.pool import each
-from benchmarks.experiments.replay import online_arrivals
+from benchmarks.experiments.replay import each, online_arrivals
 from benchmarks.experiments.table import Result, average, mean, ratios
 from benchmarks.figures import percentile
 from benchmarks.simulated_fleet.fleet import ROUTERS, FleetDriver

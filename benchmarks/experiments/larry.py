@@ -12,8 +12,7 @@ from typing import Any
 
 from benchmarks.drawing import Series
 from benchmarks.experiments.machine import MachineSpec, build_machine
-from benchmarks.experiments.pool import Replays
-from benchmarks.experiments.replay import Scenario, Setting, part_of_trace
+from benchmarks.experiments.replay import Replays, Scenario, Setting, part_of_trace
 from benchmarks.experiments.table import Result, average, figure, gains, mean
 from engine.limits import UNLIMITED_QUEUE
 from loadgen import lengths

@@ -17,8 +17,7 @@ import numpy as np
 
 from benchmarks.experiments import hygen
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine, mean_error, true_seconds
-from benchmarks.experiments.pool import Replays
-from benchmarks.experiments.replay import ONLINE_ONLY, Setting, recorded_steps
+from benchmarks.experiments.replay import ONLINE_ONLY, Replays, Setting, recorded_steps
 from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, mean
 from engine.colocation.replay import step_range

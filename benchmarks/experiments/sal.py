@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
-from benchmarks.experiments.pool import each
-from benchmarks.experiments.replay import online_arrivals, part_of_trace
+from benchmarks.experiments.replay import each, online_arrivals, part_of_trace
 from benchmarks.experiments.table import Result, average, gains, mean, ratios
 from benchmarks.simulated_fleet.fleet import ROUTERS, FleetDriver, OneByOne, Server
 from engine.core import EngineCore
