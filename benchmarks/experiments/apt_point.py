@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.experiments.machine import Machine
-from benchmarks.experiments.replay import Scenario, Setting, make_core, online_arrivals
+from benchmarks.experiments.replay import Recording, Scenario, Setting, make_core, online_arrivals
 from benchmarks.figures import percentile
 from engine.limits import UNITS_PER_BLOCK, UNLIMITED_QUEUE
-from engine.scheduling.output import Collect, SchedulerOutput
 from engine.scheduling.report import report_stats
 from engine.virtual import VirtualDriver, VirtualRun
 from loadgen import traces, workloads
@@ -112,36 +111,22 @@ def requests_of(
     return rows_of(online, limit)
 
 
-class _Watched:
-    """A runner that adds up how long its steps took and what of that was cache work."""
-
-    def __init__(self, machine: Machine, seed: int) -> None:
-        self._inner = machine.runner(seed)
-        self._device = machine.device
-        self.seconds = self.cache_seconds = 0.0
-
-    def launch(self, output: SchedulerOutput) -> Collect:
-        result = self._inner.launch(output)()
-        self.seconds += result.latency
-        if any(work := output.features.cache_work):
-            self.cache_seconds += self._device.cache_work_seconds(*work)
-        return lambda: result
-
-
 def run_point(point: Point) -> Metrics:
     """Run one point to its end; deterministic."""
     machine, load = point.machine, point.load
     setting = Setting(online_policy=point.arm.policy, ttft=load.ttft, tbt=load.tbt)
     core = make_core(machine, Scenario(point.rows), setting)
-    runner = _Watched(machine, point.seed)
+    runner = Recording(machine.runner(point.seed))
     run = VirtualDriver(core, runner, online_arrivals(point.rows, machine.config.max_model_len)).run(math.inf)
     stats = report_stats(core.state)
+    worked = [work for features, _ in runner.steps if any(work := features.cache_work)]
+    cache_seconds = sum(machine.device.cache_work_seconds(*work) for work in worked)
     needed = sum(prompt + output - 1 for _, prompt, output in point.rows)
     return {
         **attained(run, load),
         "preemptions": float(sum(stats.preemptions.values())),
         "recomputed": (stats.prefill_tokens + stats.decode_tokens) / needed - 1.0,
-        "cache_work": runner.cache_seconds / max(runner.seconds, 1e-9),
+        "cache_work": cache_seconds / max(sum(seconds for _, seconds in runner.steps), 1e-9),
         "steps": float(run.steps),
         "end": run.end,
     }

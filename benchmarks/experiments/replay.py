@@ -78,12 +78,12 @@ def replay(machine: Machine, scenario: Scenario, setting: Setting, seed: int) ->
 
 def recorded_steps(machine: Machine, scenario: Scenario, setting: Setting, seed: int) -> list[Sample]:
     """Every step of a run: its features and the seconds it took."""
-    runner = _Recording(machine.runner(seed))
+    runner = Recording(machine.runner(seed))
     make_driver(machine, scenario, setting, seed, runner).run(scenario.end)
     return runner.steps
 
 
-class _Recording:
+class Recording:
     """A runner that keeps the features of its steps."""
 
     def __init__(self, inner: ModelRunner) -> None:
