@@ -34,7 +34,7 @@ from engine.machine.facts import cuda_driver
 
 TOTAL_SECONDS = 570.0
 SECTIONS: dict[str, tuple[str, str, float]] = {
-    "limits": ("limits", "check_limits", 60.0),
+    "limits": ("setup", "check_limits", 60.0),
     "kernels": ("kernels", "check_kernels", 120.0),
     "options": ("kernels", "check_options", 120.0),
     "attention": ("kernels", "check_attention", 60.0),
@@ -42,7 +42,7 @@ SECTIONS: dict[str, tuple[str, str, float]] = {
     "drop": ("drop", "check_drop", 90.0),
     "features": ("features", "check_features", 120.0),
     "steps": ("steps", "check_steps", 150.0),
-    "swap": ("swap", "check_swap", 60.0),
+    "swap": ("steps", "check_swap", 60.0),
     "serving": ("serving", "check_serving", 180.0),
     "int4": ("checkpoints", "check_int4", 90.0),
     "blocks": ("checkpoints", "check_blocks", 90.0),

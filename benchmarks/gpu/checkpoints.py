@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.limits import measure_limits
 from benchmarks.gpu.loop import make_runner, scheduler_config
-from benchmarks.gpu.setup import Setup
+from benchmarks.gpu.setup import Setup, measure_limits
 from benchmarks.gpu.steps import OF_STEP, Shape, floor_of, note_of, time_shape
 from benchmarks.gpu.table import Row
 from engine.config import EngineConfig

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.limits import measure_limits
 from benchmarks.gpu.loop import scheduler_config
-from benchmarks.gpu.setup import SHAPES, Setup
+from benchmarks.gpu.setup import SHAPES, Setup, measure_limits
 from benchmarks.gpu.table import Row
 from engine.execution.cuda import kernel_check
 from engine.execution.cuda.device import CudaDevice

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.limits import measure_limits
 from benchmarks.gpu.loop import BLOCK, Loop, make_runner, scheduler_config
-from benchmarks.gpu.setup import Setup
+from benchmarks.gpu.setup import Setup, measure_limits
 from benchmarks.gpu.table import Row
 from engine.api import EngineRequest, RequestClass, SamplingParams
 
