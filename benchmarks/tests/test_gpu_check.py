@@ -123,33 +123,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert len(written["rows"]) == 3 and written["torch"] == torch.__version__
 
 
-@pytest.mark.slow
-def test_it_needs_nothing_of_the_server() -> None:
-    modules = sorted(f"benchmarks.gpu.{path.stem}" for path in (ROOT / "benchmarks" / "gpu").glob("*.py"))
-    code = f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\nprint(*sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = {name.split(".")[0] for name in ended.stdout.split()}
-    assert not loaded & SERVER
-    ours = {name for name in ended.stdout.split() if name.split(".")[0] in ("loadgen", "benchmarks")}
-    plans = {"benchmarks.simulated_fleet", "benchmarks.simulated_fleet.plans"}
-    assert ours == {"benchmarks", "benchmarks.gpu", *modules} | plans, "and nothing of the load generator"
-
-
-def test_the_summary_is_one_line_to_paste() -> None:
-    rows = [
-        Row("kernels, heads 32/8 of 128: faults", "", 0, 0, lower=True),
-        Row("kernels, LoRA: faults", "", 1, 0, lower=True),
-        Row("offline 1000/1000, 8B", "k tok/s", 9.12),
-        failure("swap", "did not end"),
-    ]
-    line = check.summary({"device": "a card", "driver": "580.1"}, rows)
-    assert line == (
-        "gpu-check: device a card, driver 580.1; 1 of 2 cases of kernels pass; FAIL: kernels, LoRA; no result: swap; "
-        "offline 1000/1000, 8B 9.12 k tok/s"
-    )
-    assert {"device", "driver", "torch", "triton", "tidemill"} <= check.describe(tiny_setup()).keys()
-
-
 def test_the_ordered_plan_fits_the_time_of_a_lent_gpu() -> None:
     """Ten seconds are for the start, and every section is there."""
     for plan, seconds in zip(check.ORDERED.values(), (330, 420), strict=True):
