@@ -1,5 +1,5 @@
 """Break a server of the demo model part by part and check the effects on its clients: the engine process killed, hung
-and failing, hostile requests, faulty disks. Exit 1 on a broken promise. `make chaos`.
+and failing, hostile requests. Exit 1 on a broken promise. `make chaos`.
 """
 
 import argparse
@@ -7,11 +7,9 @@ import asyncio
 import secrets
 import time
 
-from benchmarks.chaos import disk, engine
-from benchmarks.chaos.promises import Part, Scale, show
+from benchmarks.chaos.engine import PARTS
+from benchmarks.chaos.promises import Scale, show
 from benchmarks.machine import describe
-
-PARTS: dict[str, Part] = {**engine.PARTS, "disk": disk.disk}
 
 
 def parts(text: str) -> list[str]:

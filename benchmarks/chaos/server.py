@@ -25,19 +25,13 @@ class StartError(Exception):
 
 
 class Server:
-    """`tidemill serve` in `folder`, which holds its log, its state unless `state` is elsewhere, and `chaos`, through
-    which faults are requested. Engine deaths are unlimited."""
+    """`tidemill serve` in `folder`, which holds its log, its state, and `chaos`, through which faults are
+    requested. Engine deaths are unlimited."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *flags: str,
-        state: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        self.folder, self.state, self.chaos = folder, state or folder / "state", folder / "chaos"
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder, self.state, self.chaos = folder, folder / "state", folder / "chaos"
         self.url = ""
-        self._flags, self._environment = flags, environment or {}
+        self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
         self._logs = 0
@@ -64,7 +58,7 @@ class Server:
         self._logs += 1
         with self.log.open("wb") as output:
             own = {"XDG_CACHE_HOME": str(self.folder), VARIABLE: str(self.chaos)}
-            environment = {**os.environ, **own, **self._environment}
+            environment = {**os.environ, **own}
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         self.url = self._address()
         self._port = int(self.url.rsplit(":", 1)[1])
@@ -93,12 +87,6 @@ class Server:
                 self._process.wait(STOP_SECONDS)
             self.kill()
 
-    def engine(self) -> int | None:
-        """Return the number of the engine process, found without the state folder: of the gateway's children that run
-        the engine's module, the largest (a spare process has no model)."""
-        children = [pid for pid in _children(self.pid) if b"benchmarks.chaos.child" in _read(f"/proc/{pid}/cmdline")]
-        return max(children, key=_memory, default=None)
-
     @asynccontextmanager
     async def session(
         self, key: str | None = None, seconds: float | None = None
@@ -122,10 +110,6 @@ def _read(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError:
         return b""
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in _read(str(task)).split()]
 
 
 def _memory(pid: int) -> int:

@@ -68,7 +68,7 @@ async def test_everything_that_goes_wrong_breaks_a_promise() -> None:
 def test_parts_are_known_by_name_and_scaled_by_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main.main(["--parts", "kill,nonsense"])
-    known = "known: kill, hang, fail, poison, bombs, tenant, storm, inputs, blanks, disk"
+    known = "known: kill, hang, fail, poison, bombs, tenant, storm, inputs, blanks"
     assert known in capsys.readouterr().err
     assert Scale(1, 600.0, 8).of(200) == 200 and Scale(1, 60.0, 8).of(200) == 20 and Scale(1, 6.0, 8).of(20, 2) == 2
 
