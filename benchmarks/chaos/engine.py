@@ -51,8 +51,8 @@ class Saboteur:
 
     def __init__(self, session: aiohttp.ClientSession, server: Server, dice: random.Random) -> None:
         self.session = session
-        self._pid_file = server.state / "engine.pid"
-        self._chaos = server.chaos
+        self._pid_file = server.folder / "state" / "engine.pid"
+        self._chaos = server.folder / "chaos"
         self._dice = dice
         self.faults: Counter[str] = Counter()
         self.down: list[tuple[float, float]] = []

@@ -38,7 +38,7 @@ def test_one_broken_promise_is_enough(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 async def test_everything_that_goes_wrong_breaks_a_promise() -> None:
-    server = chaos_server.Server(Path())
+    server = chaos_server.Server("", 0, Path())
     run = Run(Saboteur(None, server, None))  # type: ignore[arg-type]
     greedy, other = (Answer({0: ([token, 5], "length")}, tokens=2) for token in (3, 4))
     run.tally.add(1, greedy, greedy)
