@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 
@@ -207,14 +207,7 @@ def look_interval(seconds: float) -> float:
     return min(PAGE_SECONDS, seconds / LOOKS)
 
 
-class Follower(Protocol):
-    """Work beside a plan, on the clock of its records."""
-
-    async def follow(self, url: str, start: float) -> None:
-        """Until cancelled."""
-
-
-async def run(plan: Plan, watch: Follower | None = None) -> Records:
+async def run(plan: Plan, watch: Watch | None = None) -> Records:
     """Execute a plan in this loop, and `watch` beside it. Ctrl-C ends it with KeyboardInterrupt."""
     started: list[asyncio.Task[None]] = []
 
