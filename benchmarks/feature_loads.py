@@ -173,7 +173,7 @@ async def speeds(urls: Sequence[str], seed: int) -> Samples:
     await serving.measure_round(urls[0], 1000 + seed)
     found, _ = await serving.measure_round(urls[0], seed)
     names = ("one stream", "prefill", "8 streams", "16 streams")
-    return {name: [value] for name, value in zip(names, found.columns(), strict=True)}
+    return {name: [value] for name, value in zip(names, found, strict=True)}
 
 
 # --- chats beside offline rows

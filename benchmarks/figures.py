@@ -1,8 +1,8 @@
 """The four figures of the serving benchmark and the work behind them, and percentiles."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,8 +12,7 @@ from loadgen.stats import nearest_rank
 PROMPT, OUTPUT, PREFILL = 128, 64, 512
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(NamedTuple):
     """Tokens per second: one stream's decode, a 512-token prefill, and 8 and 16 streams of 128 in / 64 out."""
 
     one_stream: float
@@ -21,19 +20,15 @@ class Figures:
     eight: float
     sixteen: float
 
-    def columns(self) -> tuple[float, float, float, float]:
-        """In the order of the table."""
-        return self.one_stream, self.prefill, self.eight, self.sixteen
-
 
 def ratio(left: Figures, right: Figures) -> Figures:
     """Column by column."""
-    return Figures(*(a / b for a, b in zip(left.columns(), right.columns(), strict=True)))
+    return Figures(*(a / b for a, b in zip(left, right, strict=True)))
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
     """Column by column."""
-    return Figures(*map(median, zip(*(found.columns() for found in rounds), strict=True)))
+    return Figures(*map(median, zip(*rounds, strict=True)))
 
 
 def percentile(values: ArrayLike, percent: float) -> float:

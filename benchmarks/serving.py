@@ -14,7 +14,7 @@ import math
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,8 @@ class Arm:
             "http": self.engine.http,
             "command": self.engine.command(Path("model"), 0),
             "environment": self.engine.environment,
-            "rounds": [asdict(found) for found in self.rounds],
-            "median": asdict(medians(self.rounds)),
+            "rounds": [found._asdict() for found in self.rounds],
+            "median": medians(self.rounds)._asdict(),
             **self.gap_figures(),
             "waiting_cpu_seconds": self.waiting,
         }
@@ -128,7 +128,7 @@ def alternate(arms: Sequence[Arm], rounds: int, **settings: Any) -> None:
                 arm.gaps += gaps
                 for other, seconds in zip(others, before, strict=True):
                     other.waiting += other.served.cpu_seconds() - seconds
-            cells = " / ".join(f"{value:.0f}" for value in found.columns())
+            cells = " / ".join(f"{value:.0f}" for value in found)
             print(f"{f'round {number}' if number else 'warm-up'}: {arm.engine.name} {cells}", flush=True)
 
 
@@ -147,7 +147,7 @@ def show(arms: Sequence[Arm]) -> None:
 
 def line(name: str, row: Figures, digits: int) -> str:
     """One row of the table."""
-    one, prefill, eight, sixteen = (f"{value:.{digits}f}" for value in row.columns())
+    one, prefill, eight, sixteen = (f"{value:.{digits}f}" for value in row)
     return f"{name:{NAME}} {one:>9} {prefill:>12} {eight:>11} {sixteen:>12}"
 
 

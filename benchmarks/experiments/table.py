@@ -20,21 +20,12 @@ class Result:
     seed: int
     metrics: Mapping[str, float | bool | None]
 
-    def row(self) -> dict[str, Any]:
-        return {
-            "experiment": self.experiment,
-            "policy": self.policy,
-            "setting": dict(self.setting),
-            "seed": self.seed,
-            "metrics": dict(self.metrics),
-        }
-
 
 def write_table(results: Sequence[Result], folder: Path, figures: Mapping[str, str]) -> None:
     """Write `table.json` and one `.svg` per figure to `folder`, which is created if missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [result.row() for result in results]
-    (folder / "table.json").write_bytes(orjson.dumps(rows, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    (folder / "table.json").write_bytes(orjson.dumps(list(results), option=option))
     for name, figure in figures.items():
         (folder / f"{name}.svg").write_text(figure, encoding="utf-8")
 
