@@ -1,8 +1,8 @@
 """Apt-Serve's evaluation (§6, Figures 8, 9 and 11, Tables 4 and 5): SLO attainment by policy, cache, rate, burstiness.
 
-OPT-13B on A100-40GB with the lengths of `apt-chat`, `apt-code` and `apt-sum`. Every arm serves the
-same requests, from an empty machine until the last one has ended, as in the paper; no request is refused early. `fcfs`
-fills its steps with chunks of prompts, so it stands for the paper's Sarathi-Serve.
+OPT-13B on A100-40GB with the lengths of `apt-chat`, `apt-code` and `apt-sum`. Every arm serves the same requests, from
+an empty machine until the last one has ended, as in the paper; no request is refused early. `fcfs` fills its steps with
+chunks of prompts, so it stands for the paper's Sarathi-Serve.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,18 +93,14 @@ CHATS = Config(
 """Chats of the paper's lengths (`apt-serve-chat`)."""
 CHATS_SHORT = shortened(CHATS)
 LLAMA_POLICIES = {"fcfs": "fcfs", "apt": "apt:0", "goodput": "goodput-strict"}
-LLAMA_CACHES = {
-    "kv": "kv",
-    "hybrid": "hidden",
-    "host": "host",
-    "int8": "int8",
-}
 
 
 def llama_arms(*caches: str) -> tuple[Arm, ...]:
     """Return every policy on each cache; `fcfs` never starts a request from hidden state."""
     pairs = [(policy, cache) for policy in LLAMA_POLICIES for cache in caches if (policy, cache) != ("fcfs", "hybrid")]
-    return tuple(Arm(f"{name}-{cache}", LLAMA_POLICIES[name], LLAMA_CACHES[cache]) for name, cache in pairs)
+    return tuple(
+        Arm(f"{name}-{cache}", LLAMA_POLICIES[name], "hidden" if cache == "hybrid" else cache) for name, cache in pairs
+    )
 
 
 LLAMAS = Config(
