@@ -185,6 +185,8 @@ MAX_EVALUATIONS = 60
 MARGIN = 0.8
 RESOLUTION = 1.005
 MAX_CONFIRMATIONS = 5
+SIMILAR = 0.98
+"""Ratio of throughputs from which candidates count as equally good."""
 FEWEST_REPLAYS = 5
 DELTAS = (1.0, 2.0, 4.0, 8.0)
 DEFAULT_DELTA = 4.0
@@ -457,23 +459,28 @@ def _confirm(
     assert search.baseline is not None
     bases = [dict(replay(search.baseline.params)) for replay in windows]
     spent = len(windows)
-    ranking = sorted((e for e in search.done.values() if e.feasible), key=Evaluated.rank, reverse=True)
-    tried: list[Evaluated] = []
-    for candidate in ranking:
+    left = sorted((e for e in search.done.values() if e.feasible), key=Evaluated.rank, reverse=True)
+    for _ in range(MAX_CONFIRMATIONS):
+        candidate = _safest_of_best(left)
         if candidate is search.baseline:
             return candidate, True, spent
-        if any(_no_safer(candidate.params, other.params) for other in tried):
-            continue
-        if len(tried) == MAX_CONFIRMATIONS:
-            break
-        tried.append(candidate)
         for replay, base in zip(windows, bases, strict=True):
             spent += 1
             if slo.violations(dict(replay(candidate.params)), base):
                 break
         else:
             return candidate, True, spent
+        left = [each for each in left if not _no_safer(each.params, candidate.params)]
     return search.baseline, False, spent
+
+
+def _safest_of_best(ranking: Sequence[Evaluated]) -> Evaluated:
+    """Return the candidate with the smallest budget among those with about the throughput of the first.
+
+    Where memory bounds offline work, many budgets have the same throughput, and large ones disturb chats more.
+    """
+    best = [each for each in ranking if each.throughput >= SIMILAR * ranking[0].throughput]
+    return min(best, key=lambda each: (each.params.latency_budget, each.params.lam))
 
 
 def _no_safer(one: BudgetParams, failed: BudgetParams) -> bool:
