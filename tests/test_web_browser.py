@@ -105,9 +105,17 @@ def rows(count: int) -> str:
 
 
 def press(page: Any, words: str) -> None:
-    """Press the first button with these words, wherever the page is scrolled to."""
-    button = until(lambda: page.find_elements(By.XPATH, f"//button[text()='{words}']"))[0]
-    page.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].click()", button)
+    """Press the first button with these words, wherever the page is scrolled to.
+
+    One script finds and presses it, as the page may draw its table anew at any time.
+    """
+    script = """
+        const found = document.evaluate(arguments[0], document, null, XPathResult.FIRST_ORDERED_NODE_TYPE);
+        found.singleNodeValue?.scrollIntoView({block: "center"});
+        found.singleNodeValue?.click();
+        return found.singleNodeValue !== null;
+    """
+    until(lambda: page.execute_script(script, f"//button[text()='{words}']"))
 
 
 def show(page: Any, view: str) -> None:
