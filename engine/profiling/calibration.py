@@ -6,7 +6,7 @@ and units are assigned here, without the core, so the runner must be idle. The m
 Start-up sweep: the steps to measure, their order, and the time limit (HyGen §4.2, "Training Data").
 
 Pure: the caller runs a shape on its runner and returns seconds; the clock is an argument. Prompts and contexts that
-grow come first, until they determine what a token costs beyond the weights, then anchors that determine every term.
+grow come first, until they determine the cost of a token beyond that of the weights, then anchors for every term.
 Points around the knee between the memory-bound and the compute-bound regime follow, interleaved with a low-discrepancy
 sequence of mixed steps. Any prefix of this order gives a usable fit, so the sweep can stop at any time.
 

@@ -90,7 +90,7 @@ class Results:
             return self._confirm_others(flight, tokens, result, now)
         running, block_size, publish = RequestStatus.RUNNING, self._state.config.block_size, self._state.cache.publish
         outputs: list[RequestOutput] = []
-        new = tuple.__new__  # skips the metaclass: 256 outputs and times take about 0.25 ms less
+        new = tuple.__new__  # skips the metaclass, for outputs and times of each decode
         decodes, offline, offline_class = 0, 0, RequestClass.OFFLINE
         for chunk, request, epoch, token in zip(chunks, flight.requests, flight.epochs, tokens, strict=True):
             if token < 0 or request.status is not running or request.epoch != epoch:
