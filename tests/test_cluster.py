@@ -356,7 +356,7 @@ async def test_lines_of_a_silent_server_run_elsewhere(
 ) -> None:
     """A server that owns a batch falls silent with lines in its engine; when it comes back, its results are late."""
     for module in ("store.batch_rows", "batch.cluster"):
-        monkeypatch.setattr(f"gateway.{module}.DEAD_SECONDS", 1)
+        monkeypatch.setattr(f"gateway.{module}.DEAD_SECONDS", 4)
     store = MemoryStore()
     monkeypatch.setattr("obstore.store.from_url", lambda *_, **__: store)
     places = [Place(tmp_path / name, postgres.address, "s3://bucket/p") for name in "ab"]

@@ -23,7 +23,7 @@ PLAIN = "{{ messages[0].content }}"
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[TemplateRenderer]:
-    made = TemplateRenderer(cpu_seconds=1.0)
+    made = TemplateRenderer(cpu_seconds=3.0)
     yield made
     made.close()
 
