@@ -1,6 +1,6 @@
 // Table of batches (upload, progress, cancel, download), which uses the public API.
 
-import { call, getJson, postJson } from "./api.js";
+import { call, getJson, getOfAll, hasKey, postJson } from "./api.js";
 import { detailOf } from "./detail.js";
 import { clock, count, money, rangeText, seconds } from "./format.js";
 
@@ -98,7 +98,7 @@ export class Batches {
 
   async refresh() {
     try {
-      const batches = (await getJson(`/v1/batches?limit=${SHOWN}`)).data;
+      const batches = (await getOfAll("/v1/batches", { limit: SHOWN })).data;
       await Promise.all([this.learnNames(batches), this.learnBills()]);
       this.changed(batches);
       this.draw(this.onlyRunning.checked ? batches.filter(({ status }) => RUNNING.has(status)) : batches);
@@ -117,8 +117,8 @@ export class Batches {
 
   async learnBills() {
     const { in: price_in, out: price_out } = this.prices();
-    const query = new URLSearchParams({ limit: SHOWN, ...(price_in > 0 || price_out > 0 ? { price_in, price_out } : {}) });
-    const { batches } = await getJson(`/v1/usage?${query}`).catch(() => ({ batches: [] })); // of a passing fault
+    const query = { limit: SHOWN, ...(price_in > 0 || price_out > 0 ? { price_in, price_out } : {}) };
+    const { batches } = await getOfAll("/v1/usage", query).catch(() => ({ batches: [] })); // of a passing fault
     this.bills = new Map(batches.map((bill) => [bill.id, billText(bill)]));
   }
 
@@ -174,6 +174,7 @@ export class Batches {
     opener.dataset.key = `${batch.id} open`;
     opener.setAttribute("aria-expanded", String(batch.id === this.opened));
     name.append(opener, id);
+    if (batch.tenant && hasKey()) name.append(Object.assign(document.createElement("span"), { className: "team", textContent: batch.tenant }));
     const [first] = (batch.errors || {}).data || [];
     if (first) {
       const where = first.line ? `line ${first.line}: ` : "";

@@ -1,6 +1,6 @@
 // Table of teams (tenants) with the sums of /v1/usage: all teams for an operator, else the key's own.
 
-import { getJson, hasKey } from "./api.js";
+import { getOfAll, hasKey } from "./api.js";
 import { clock, count, money, seconds } from "./format.js";
 
 const EVERY = 10000; // milliseconds
@@ -21,23 +21,15 @@ export class Teams {
     Object.assign(this, elements); // card, head, rows, note, prices
     this.names = [...this.head.cells].map((cell) => cell.textContent);
     this.readAt = -EVERY;
-    this.every = { tenant: "*" }; // until the server says that the key is no operator's
   }
 
   async refresh() {
     if (performance.now() - this.readAt < EVERY) return;
     this.readAt = performance.now();
     const { in: price_in, out: price_out } = this.prices();
-    const query = new URLSearchParams({ limit: 1, ...this.every, ...(price_in > 0 || price_out > 0 ? { price_in, price_out } : {}) });
-    try {
-      const { since, tenants } = await getJson(`/v1/usage?${query}`);
-      this.draw(since, tenants);
-    } catch (error) {
-      if (error.status !== 403 || !this.every.tenant) return; // a passing fault
-      this.every = {};
-      this.readAt = -EVERY;
-      await this.refresh();
-    }
+    const query = { limit: 1, ...(price_in > 0 || price_out > 0 ? { price_in, price_out } : {}) };
+    const found = await getOfAll("/v1/usage", query).catch(() => null); // of a passing fault
+    if (found) this.draw(found.since, found.tenants);
   }
 
   draw(since, teams) {
