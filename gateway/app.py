@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -59,10 +59,12 @@ def create_app(
     config: ServerConfig,
     folder: StateFolder | None = None,
     limits: BatchLimits | None = None,
+    more: Sequence[APIRouter] = (),
 ) -> FastAPI:
     """Return the ASGI application, whose lifespan starts and stops `client`.
 
-    With a state folder it also serves files and batches, and closes the folder at the end. Raises ConfigError.
+    With a state folder it also serves files and batches, and the routes of `more`, which use them, and closes the
+    folder at the end. Raises ConfigError.
     """
     context = GatewayContext(
         **_shared(client, config, config.served_model_name or (client.info.architecture,)),
@@ -76,18 +78,22 @@ def create_app(
     if folder is not None:
         run_line = LineRunner(context).run
         _add_batches(app, context, folder, limits or BatchLimits(), run_line, lambda: context.metrics.stats)
-        app.include_router(message_batches.router)
+        for router in (message_batches.router, *more):
+            app.include_router(router)
     _add_middleware(app, context, (limits or BatchLimits()).file_bytes)
     _describe_bodies(app)
     return app
 
 
-def create_front(upstream: Upstream, config: ServerConfig, folder: StateFolder) -> FastAPI:
+def create_front(
+    upstream: Upstream, config: ServerConfig, folder: StateFolder, more: Sequence[APIRouter] = ()
+) -> FastAPI:
     """Return the application that runs files and batches on another server; see `Upstream`. Raises ConfigError."""
     context = ServerContext(**_shared(upstream, config, upstream.models))
     limits = BatchLimits(window_lines=upstream.MAX_LINES, follows_engine=True)
     app = _make_app(context, folder, None)
-    app.include_router(upstream.refusals())
+    for router in (upstream.refusals(), *more):
+        app.include_router(router)
     worker = _add_batches(app, context, folder, limits, upstream.run_line, lambda: upstream.figures)
     upstream.on_look = worker.cluster.resize
     _add_middleware(app, context, limits.file_bytes)

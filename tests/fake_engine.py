@@ -26,6 +26,7 @@ from gateway.config import ServerConfig
 from gateway.http.connection import ProtocolLimits
 from gateway.server import bind, make_server
 from predictor.slo import Standing
+from tidemill import page_tables
 
 MODEL = "fake-model"
 
@@ -344,7 +345,7 @@ async def serve(
     owns_process = config.pop("owns_process", False)
     settings = ServerConfig(**{"served_model_name": (MODEL, "alias"), "port": 0, **config})
     client = LocalEngine(engine) if isinstance(engine, Engine) else engine
-    app = await asyncio.to_thread(create_app, client, tokenizer, settings, folder, batch_limits)
+    app = await asyncio.to_thread(create_app, client, tokenizer, settings, folder, batch_limits, [page_tables.router])
     async with running(app, settings, limits, owns_process) as (server, port):
         yield Served(engine, app, server, port)
 

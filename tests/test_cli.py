@@ -403,7 +403,7 @@ def test_serve_joins_the_parts_and_says_what_runs(
 
     class App:
         @staticmethod
-        def create_app(client: Any, tokenizer: Any, config: ServerConfig, folder: Any, limits: Any) -> str:
+        def create_app(client: Any, tokenizer: Any, config: ServerConfig, folder: Any, limits: Any, _: Any) -> str:
             seen.update(client=client, tokenizer=tokenizer, config=config, folder=folder, limits=limits)
             return "app"
 

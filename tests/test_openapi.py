@@ -49,7 +49,9 @@ GENERATION = (
 OPERATIONS = sorted(ROUTES.keys() - WEB)
 # Where something can be wrong: elsewhere every text is as good as any other.
 REFUSABLE = [
-    pair for pair in OPERATIONS if pair[1] in {"/v1/files", "/v1/batches", "/v1/messages/batches", *GENERATION}
+    pair
+    for pair in OPERATIONS
+    if pair[1] in {"/v1/files", "/v1/batches", "/v1/tables", "/v1/messages/batches", *GENERATION}
 ]
 CASES = [(*pair, "positive") for pair in OPERATIONS]
 CASES += [(*pair, "negative") for pair in REFUSABLE]

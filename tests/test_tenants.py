@@ -158,6 +158,7 @@ ROUTES = {
     ("GET", "/v1/batches"): OPERATOR,
     ("GET", "/v1/batches/{batch_id}"): OPERATOR,
     ("GET", "/v1/batches/{batch_id}/events"): OPERATOR,
+    ("GET", "/v1/batches/{batch_id}/table"): OPERATOR,
     ("GET", "/v1/usage"): OPERATOR,
     ("POST", "/v1/batches/{batch_id}/cancel"): OPERATOR,
     ("GET", "/v1/messages/batches"): OPERATOR,
@@ -168,6 +169,8 @@ ROUTES = {
     ("POST", "/v1/messages/batches"): OWN,
     ("POST", "/v1/files"): OWN,
     ("POST", "/v1/batches"): OWN,
+    ("POST", "/v1/tables"): OWN,
+    ("POST", "/v1/tables/preview"): OWN,
     ("POST", "/v1/chat/completions"): OWN,
     ("POST", "/v1/completions"): OWN,
     ("POST", "/v1/embeddings"): OWN,
@@ -245,6 +248,7 @@ async def test_an_operator_reaches_the_objects_of_all_tenants(served: tuple[Serv
     await ask(boss, "POST", "/v1/batches/{batch_id}/cancel", running)
     assert (await until(acme, running)).status == "cancelled"
     await ask(boss, "GET", "/v1/batches/{batch_id}/events", running)
+    await ask(boss, "GET", "/v1/batches/{batch_id}/table", running, 404)  # not made from a table
     await ask(boss, "GET", "/v1/usage", "")
     await ask(boss, "DELETE", "/v1/files/{file_id}", batch.output_file_id)
     await ask(acme, "GET", "/v1/files/{file_id}", batch.output_file_id, 404)
@@ -300,7 +304,7 @@ async def test_other_keys_see_no_difference_between_a_missing_object_and_another
         return found.status_code, re.sub("req-[0-9a-f]{32}", "REQUEST", found.text), asked
 
     asked = {(method, route) for (method, route), kind in ROUTES.items() if kind is OPERATOR and "{" in route}
-    assert len(asked) == 10
+    assert len(asked) == 11
     for method, route in asked:
         real, missing = (finished, MISSING_BATCH) if "batch_id" in route else (file, MISSING_FILE)
         found = [

@@ -66,7 +66,7 @@ def estimate(client: ServerClient, rows: SourceRows) -> Estimate:
     for _, _, request, _ in rows:
         if request is not None:
             count += 1
-            chars += _size(request)
+            chars += prompt_chars(request)
             limits.append(request.body.get("max_tokens") or request.body.get("max_completion_tokens"))
             if len(sample) < SAMPLE_ROWS:
                 sample.append(request)
@@ -75,7 +75,7 @@ def estimate(client: ServerClient, rows: SourceRows) -> Estimate:
         found = _SPEED.search(client.metrics())
     except (ChatError, LookupError, TypeError, ValueError):
         tokens, found = 0, None
-    ratio = sum(map(_size, sample)) / tokens if tokens else CHARS_PER_TOKEN
+    ratio = sum(map(prompt_chars, sample)) / tokens if tokens else CHARS_PER_TOKEN
     outputs = sum(limits) if all(isinstance(each, int) for each in limits) else None
     return Estimate(count, rows.first, round(chars / ratio), outputs, float(found[1]) if found else None)
 
@@ -84,7 +84,7 @@ def _asked(request: RowRequest) -> dict[str, Any]:
     return {name: request.body[name] for name in ("model", "messages", "prompt") if name in request.body}
 
 
-def _size(request: RowRequest) -> int:
+def prompt_chars(request: RowRequest) -> int:
     """Return the characters of a prompt."""
     texts = [each.get("content") for each in request.body.get("messages") or () if isinstance(each, dict)]
     return sum(len(str(text)) for text in (*texts, request.body.get("prompt") or request.body.get("input") or ""))

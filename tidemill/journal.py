@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from engine.errors import ConfigError
 from gateway.batch.results import is_intact, is_sealed
@@ -208,6 +208,33 @@ class Journal:
 
     def _note(self, offset: int, line: Mapping[str, Any]) -> None:
         (self._answers if is_answer(line) else self._failures)[line["custom_id"]] = offset
+
+
+class ResultFiles:
+    """Results in output and error files, each in one line. Damaged lines are left out."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._files = [path.open("rb") for path in paths]
+        self._places: dict[str, tuple[BinaryIO, int]] = {}
+        for file in self._files:
+            offset = 0
+            for raw in file:
+                line = _result(raw.strip())
+                if line is not None:
+                    self._places[line["custom_id"]] = file, offset
+                offset += len(raw)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def result(self, custom_id: str) -> Mapping[str, Any] | None:
+        """Return the result of a request, or None."""
+        if custom_id not in self._places:
+            return None
+        file, offset = self._places[custom_id]
+        file.seek(offset)
+        return _result(file.readline().strip())
 
 
 def _lock(log: Path, output: Path | None) -> ExitStack:

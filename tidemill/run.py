@@ -61,6 +61,10 @@ class UnsentPart:
         return self
 
 
+def batch_line(custom_id: str, url: str, body: Mapping[str, Any]) -> bytes:
+    return json_line({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
 class Splitter:
     """Distribute requests over parts. `first`: maximum number of lines of the first part, `most` that of the others."""
 
@@ -72,7 +76,7 @@ class Splitter:
 
     def add(self, custom_id: str, request: RowRequest, body: Mapping[str, Any]) -> Iterator[UnsentPart]:
         """Add a line; yield a part that is full."""
-        text = json_line({"custom_id": custom_id, "method": "POST", "url": request.url, "body": body})
+        text = batch_line(custom_id, request.url, body)
         key = (request.url, str(body.get("model")))
         part = self._open.get(key)
         if part is not None and not part.has_room(len(text)):
@@ -87,6 +91,34 @@ class Splitter:
     def rest(self) -> Iterator[UnsentPart]:
         for part in self._open.values():
             yield part.whole()
+
+
+def write_table(
+    target: Path,
+    rows: SourceRows,
+    result: Callable[[str], Mapping[str, Any] | None],
+    refusal: str | None = None,
+) -> Counter[str]:
+    """Write the rows with their answers. Return the number of rows by the reason of their failure, "" for an answer.
+
+    result: returns the line of an output or error file by id. refusal: reason why the server refused lines before it
+    ran them; ChatError is raised with it if no row has an answer.
+    """
+    counts: Counter[str] = Counter()
+    recipe = rows.recipe
+
+    def answered() -> Iterator[Row]:
+        counts.clear()
+        for row, custom_id, _, problem in rows:
+            added = recipe.failed(problem) if problem else recipe.result(result(custom_id))
+            reason = added[recipe.prefix + ERROR]
+            counts[reason if added[recipe.prefix + STATUS] == FAILED else ""] += 1
+            yield {**row, **added}
+        if refusal is not None and not counts[""]:
+            raise ChatError(f"the server refused all rows: {refusal}")
+
+    tables.write_rows(target, answered, rows.columns, rows.path)
+    return counts
 
 
 def ids_of(lines: Path) -> list[str]:
@@ -179,20 +211,7 @@ class TableRun:
 
     def write(self, target: Path) -> Counter[str]:
         """Write the output. Return the number of rows by the reason of their failure, "" for those with an answer."""
-        counts: Counter[str] = Counter()
-
-        def rows() -> Iterator[Row]:
-            counts.clear()
-            for row, custom_id, _, problem in self.rows:
-                added = self.recipe.failed(problem) if problem else self.recipe.result(self.journal.result(custom_id))
-                reason = added[self.recipe.prefix + ERROR]
-                counts[reason if added[self.recipe.prefix + STATUS] == FAILED else ""] += 1
-                yield {**row, **added}
-            if self._refusal is not None and not counts[""]:
-                raise ChatError(f"the server refused all rows: {self._refusal}")
-
-        tables.write_rows(target, rows, self.rows.columns, self.rows.path)
-        return counts
+        return write_table(target, self.rows, self.journal.result, self._refusal)
 
     # Parts: rows without a final result, within the limits of a batch
 

@@ -267,7 +267,7 @@ async def create_file(request: Request) -> Response:
     state = state_of(request)
     quota = server_of(request).keys.quota(tenant_of(request)).bytes
     async with state.uploads.place(tenant_of(request)):
-        max_bytes = await _room(request, quota)
+        max_bytes = await room(request, quota)
         async with _temporary(state) as temp:
             try:
                 upload = await _receive(request, temp, max_bytes)
@@ -282,13 +282,18 @@ async def create_file(request: Request) -> Response:
 
 async def store_content(request: Request, content: bytes, filename: str) -> FileObject:
     """Store the input file of a batch that was sent in another form. Raises ApiError 413 beyond the tenant's quota."""
-    state, tenant = state_of(request), tenant_of(request)
-    quota = server_of(request).keys.quota(tenant).bytes
-    async with state.uploads.place(tenant), _temporary(state) as temp:
+    state = state_of(request)
+    async with state.uploads.place(tenant_of(request)), _temporary(state) as temp:
         await to_thread.run_sync(_write, state, temp, content)
-        now = state.now()
-        file = FileObject(new_file_id(), tenant, temp.size, now, filename, "batch", now + DEFAULT_EXPIRY)
-        await _store_file(state, temp, file, quota)
+        return await store_written(request, temp, filename)
+
+
+async def store_written(request: Request, temp: DiskFile, filename: str) -> FileObject:
+    """Store a finished file of the request's tenant. Raises StorageError, and ApiError 413 beyond the quota."""
+    state, tenant = state_of(request), tenant_of(request)
+    now = state.now()
+    file = FileObject(new_file_id(), tenant, temp.size, now, filename, "batch", now + DEFAULT_EXPIRY)
+    await _store_file(state, temp, file, server_of(request).keys.quota(tenant).bytes)
     return file
 
 
@@ -308,8 +313,8 @@ def _write(state: BatchState, temp: DiskFile, content: bytes) -> None:
         temp.write(content)
 
 
-async def _room(request: Request, quota: int | None) -> int:
-    """Return the maximum size of the upload in bytes. Raise ApiError 413 if it exceeds the tenant's remaining quota.
+async def room(request: Request, quota: int | None) -> int:
+    """Return the maximum size of a new file in bytes. Raise ApiError 413 if it exceeds the tenant's remaining quota.
 
     Not 507, which clients retry as a server error.
     """

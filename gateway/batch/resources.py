@@ -20,6 +20,7 @@ from gateway.store.objects import Page
 
 UPLOADS_EACH, UPLOADS_IN_ALL = 16, 64
 READERS = 2
+TABLES_EACH, TABLES_IN_ALL = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class BatchState:
     readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(READERS))
     """Threads that read and verify files for downloads."""
     uploads: UploadPlaces = field(default_factory=lambda: UploadPlaces(UPLOADS_EACH, UPLOADS_IN_ALL))
+    tables: UploadPlaces = field(default_factory=lambda: UploadPlaces(TABLES_EACH, TABLES_IN_ALL))
+    """Tables that are read in child processes."""
 
     def now(self) -> int:
         """Return the time for new objects."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from engine.api import Lane
 from engine.client import EngineStats
@@ -329,18 +330,20 @@ class BatchWorker:
         outlook = self.forecast.outlooks.get(batch.id)
         return {} if outlook is None or batch.status is not BatchStatus.IN_PROGRESS else outlook.notes(batch)
 
-    async def first_notes(self, batch: BatchJob, num_bytes: int) -> dict[str, str]:
+    async def first_notes(self, batch: BatchJob, num_bytes: int, lines: Path | None = None) -> dict[str, str]:
         """Return metadata entries with the first forecast of a new batch, none before the pace is known.
 
-        `num_bytes`: size of the input file.
+        `num_bytes`: size of the input file; `lines`: its path, if it is not stored yet.
         """
-        head = await self._head(batch)
+        head = await self._head(batch, lines)
         outlook = self.forecast.first(batch, num_bytes, self.clock.now(), head)
         return outlook.notes(batch) if outlook.pace else {}
 
-    async def _head(self, batch: BatchJob) -> LineSizes | None:
+    async def _head(self, batch: BatchJob, lines: Path | None = None) -> LineSizes | None:
         try:
-            return await in_thread(lambda: read_head(self._folder.copy_body(batch.input_file_id), batch.endpoint))
+            return await in_thread(
+                lambda: read_head(lines or self._folder.copy_body(batch.input_file_id), batch.endpoint)
+            )
         except StorageError:  # an object store is away
             return None
 

@@ -23,6 +23,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -112,6 +113,8 @@ class StateRecovery:
         """Clean up and return the findings for the operator, if any. Raises StorageError."""
         notes: list[str] = []
         if not self._has_begun:  # later, these files can be in use
+            with self._disk.storing():
+                await asyncio.to_thread(self._remove_temp_folders)
             await self._tidy("tmp", _all_can_go)
             if self._bucket is not None:  # another machine may have written more
                 await self._tidy("journals", _all_can_go)
@@ -139,6 +142,11 @@ class StateRecovery:
         for note in notes:
             log.error("%s", note)
         return "; ".join(notes) or None
+
+    def _remove_temp_folders(self) -> None:
+        for path in (self._root / "tmp").iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
 
     async def _tidy(self, folder: str, explain: Explain) -> None:
         with self._disk.storing():
@@ -430,6 +438,13 @@ class StateFolder:
         """Create a temporary file for `publish_files`. Raises StorageError."""
         with self.disk.storing():
             return self.disk.create(self.root / "tmp" / token_hex(16))
+
+    def create_temp_folder(self) -> Path:
+        """Create a folder for temporary files, which the caller removes. Blocking. Raises StorageError."""
+        with self.disk.storing():
+            path = self.root / "tmp" / token_hex(16)
+            path.mkdir(mode=0o700)
+            return path
 
     def publish_files(self, *files: tuple[DiskFile, str]) -> None:
         """Move files to their ids, durably. Raises StorageError, after removing all files."""

@@ -7,12 +7,13 @@ globalThis.sessionStorage = { getItem: () => null, setItem: () => {} };
 const files = new URL("../../gateway/web/static/", import.meta.url);
 const { EventSplitter } = await import(new URL("api.js", files));
 const { areaPath, latencyScale } = await import(new URL("charts.js", files));
-const { billText, endText, endpointOf, outcome, outlook, totals } = await import(new URL("batches.js", files));
+const { billText, endText, firstLine, outcome, outlook, totals } = await import(new URL("batches.js", files));
 const { clock, count, duration, limitOf, objectives, percent, scale, seconds, standingText } = await import(new URL("format.js", files));
 const { blocks, spans } = await import(new URL("markdown.js", files));
 const { answerOf, causesOf, failedOf, rowsOf } = await import(new URL("detail.js", files));
 const { History, WINDOW, partsOf, percentile } = await import(new URL("series.js", files));
 const { batchSentence, classesOf, eventsOf, folded, mechanismsOf, worth } = await import(new URL("story.js", files));
+const { estimateText, expectedTokens, isTable } = await import(new URL("table.js", files));
 const { teamCells } = await import(new URL("teams.js", files));
 const { alternativesText, chanceOf, piecesOf } = await import(new URL("tokens.js", files));
 
@@ -242,9 +243,23 @@ test("texts can be read: contrast of at least 4.5 in both themes", () => {
   }
 });
 
-test("the endpoint of a file is its first line's url", async () => {
-  assert.equal(await endpointOf(new Blob(['\n{"url":"/v1/completions"}\n{"url":"/x"}'])), "/v1/completions");
-  assert.equal(await endpointOf(new Blob(["not json"])), "/v1/chat/completions");
+test("a file is a table of rows or of requests, by its name and its first line", async () => {
+  assert.deepEqual(await firstLine(new Blob(['\n{"url":"/v1/completions"}\n{"url":"/x"}'])), { url: "/v1/completions" });
+  assert.equal(await firstLine(new Blob(["not json"])), null);
+  for (const name of ["a.csv", "A.TSV", "a.parquet", "a.json", "a.jsonl.gz"]) assert.ok(isTable(name, null), name);
+  assert.ok(isTable("a.jsonl", { text: "good" }));
+  for (const first of [{ url: "/v1/completions" }, { custom_id: "a" }, null]) assert.ok(!isTable("a.jsonl", first));
+});
+
+test("tokens of a table are expected from the rows that were answered", () => {
+  const table = { rows: 12, requests: 10, prompt_chars: 1000 };
+  const answers = [{ chars: 100, usage: { prompt_tokens: 30, completion_tokens: 5 } }, { chars: 300, usage: { prompt_tokens: 70, completion_tokens: 7 } }];
+  assert.equal(expectedTokens(table, []), null);
+  const tokens = expectedTokens(table, answers);
+  assert.deepEqual(tokens, { prompt: 250, output: 60 });
+  const text = estimateText(table, tokens, [1600, 1900], { in: 1000, out: 2000 }, 1000);
+  assert.match(text, /^12 rows; 2 without a request; about 250 prompt and 60 output tokens; price 0.37; done in about 10 to 15 min/);
+  assert.equal(estimateText({ rows: 3, requests: 3 }, null, null, {}), "3 rows; end unknown before the first batch work");
 });
 
 test("a drop and a restore of layers are events", () => {

@@ -73,6 +73,7 @@ def _serve_front(arguments: argparse.Namespace, url: str, server_config: ServerC
     from gateway.app import create_front
     from gateway.store.folder import find_state, open_state
     from gateway.upstream import Upstream
+    from tidemill import page_tables
     from tidemill.commands import preflight
 
     named = given(arguments, [EngineConfig, ServerConfig]).keys()
@@ -87,7 +88,7 @@ def _serve_front(arguments: argparse.Namespace, url: str, server_config: ServerC
     try:
         upstream = Upstream(url, os.environ.get("VLLM_API_KEY"))
         upstream.await_server(say)
-        app = create_front(upstream, server_config, folder)
+        app = create_front(upstream, server_config, folder, [page_tables.router])
         start.go_on()
         return server.run(app, server_config)
     finally:
@@ -118,12 +119,13 @@ def _serve_with(folder: "StateFolder", engine_config: EngineConfig, server_confi
     from gateway import server
     from gateway.app import create_app
     from gateway.batch.run import BatchLimits
+    from tidemill import page_tables
 
     engine, tokenizer = _load(engine_config, server_config, folder, start.go_on)
     try:
         window = server_config.engines * engine.info.batch_lines
         limits = BatchLimits(window_lines=window)
-        app = create_app(engine, tokenizer, server_config, folder, limits)
+        app = create_app(engine, tokenizer, server_config, folder, limits, [page_tables.router])
         start.go_on()
         return server.run(app, server_config)
     finally:

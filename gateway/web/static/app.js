@@ -1,12 +1,13 @@
 // Main module: follow the server's snapshots and draw them once a second while the page is visible.
 
 import { call, events, getJson, hasKey, setKey } from "./api.js";
-import { Batches, totals } from "./batches.js";
+import { Batches, outlook, totals } from "./batches.js";
 import { DotChart, NightChart, RateChart } from "./charts.js";
 import { Chat } from "./chat.js";
 import { count, duration, limitOf, money, percent, rangeText, seconds, standingText } from "./format.js";
 import { History, partsOf, percentile } from "./series.js";
 import { batchSentence, classesOf, eventsOf, folded, mechanismsOf, worth } from "./story.js";
+import { TableForm } from "./table.js";
 import { Teams } from "./teams.js";
 
 const RETRY = 2000;
@@ -28,6 +29,9 @@ const night = new NightChart(byId("night"), "Chats within their limits, batch ou
 const batches = new Batches({
   rows: byId("batch-rows"), file: byId("file"), drop: byId("drop"), problem: byId("batch-error"),
   onlyRunning: byId("only-running"), window: byId("window"), changed: drawBatchTotals, prices,
+  table: new TableForm({
+    form: byId("table"), models: byId("models"), window: byId("window"), prices, outlook, started: () => batches.refresh(),
+  }),
 });
 const teams = new Teams({ card: byId("teams"), head: byId("team-head"), rows: byId("team-rows"), note: byId("teams-note"), prices });
 const chat = new Chat({

@@ -3,6 +3,7 @@
 import { call, getJson, getOfAll, hasKey, postJson } from "./api.js";
 import { detailOf } from "./detail.js";
 import { clock, count, money, rangeText, seconds } from "./format.js";
+import { isTable } from "./table.js";
 
 const SHOWN = 50;
 const FIRST = 8; // rows before "all"
@@ -76,7 +77,7 @@ export function totals(batches) {
 
 export class Batches {
   constructor(elements) {
-    Object.assign(this, elements); // rows, file, drop, problem, onlyRunning, window, changed, prices
+    Object.assign(this, elements); // rows, file, drop, problem, onlyRunning, window, changed, prices, table
     this.bills = new Map(); // batch id: figures of /v1/usage
     this.names = new Map(); // file id: name
     this.opened = null; // id of the batch whose lines are shown, and the elements that show them
@@ -226,8 +227,13 @@ export class Batches {
       const asks = this.asking === batch.id;
       add(asks ? `Cancel ${count(unfinished)} lines?` : "Cancel", `Cancel ${batch.id}`, () => this.cancel(batch.id, unfinished));
     }
-    if (batch.output_file_id) add("Results", `Download the results of ${batch.id}`, () => this.download(batch.output_file_id, `${batch.id}.jsonl`));
-    if (batch.error_file_id) add("Errors", `Download the failed rows of ${batch.id}`, () => this.download(batch.error_file_id, `${batch.id}-errors.jsonl`));
+    const content = (id) => `/v1/files/${id}/content`;
+    if ((batch.metadata || {})["tidemill.table"] && (batch.output_file_id || batch.error_file_id)) {
+      const file = `answers-${(this.names.get(batch.input_file_id) || "").replace(/\.jsonl$/, "")}`;
+      add("Table", `Download the table with the answers of ${batch.id}`, () => this.download(`/v1/batches/${batch.id}/table`, file));
+    }
+    if (batch.output_file_id) add("Results", `Download the results of ${batch.id}`, () => this.download(content(batch.output_file_id), `${batch.id}.jsonl`));
+    if (batch.error_file_id) add("Errors", `Download the failed rows of ${batch.id}`, () => this.download(content(batch.error_file_id), `${batch.id}-errors.jsonl`));
     return actions;
   }
 
@@ -252,9 +258,9 @@ export class Batches {
     return this.guarded(() => postJson(`/v1/batches/${id}/cancel`, {}));
   }
 
-  download(fileId, name) {
+  download(path, name) {
     return this.guarded(async () => {
-      const address = URL.createObjectURL(await (await call(`/v1/files/${fileId}/content`)).blob());
+      const address = URL.createObjectURL(await (await call(path)).blob());
       const link = Object.assign(document.createElement("a"), { href: address, download: name });
       link.click();
       setTimeout(() => URL.revokeObjectURL(address), 10000);
@@ -267,11 +273,13 @@ export class Batches {
       this.drop.dataset.state = "busy";
       this.drop.textContent = `Uploading ${file.name}, ${count(file.size)} bytes`;
       try {
-        const endpoint = await endpointOf(file);
+        const first = await firstLine(file);
         const form = new FormData();
         form.append("purpose", "batch");
         form.append("file", file, file.name);
         const stored = await (await call("/v1/files", { method: "POST", body: form })).json();
+        if (isTable(file.name, first)) return await this.table.open(stored);
+        const endpoint = (first && first.url) || "/v1/chat/completions"; // a batch has one; the server reports an invalid line
         await postJson("/v1/batches", { input_file_id: stored.id, endpoint, completion_window: this.window.value });
       } finally {
         this.drop.dataset.state = "";
@@ -281,12 +289,12 @@ export class Batches {
   }
 }
 
-/** URL of the file's first line: a batch has one endpoint. */
-export async function endpointOf(file) {
+/** Value of a file's first line; null if it is no JSON. */
+export async function firstLine(file) {
   const head = await file.slice(0, 1 << 20).text();
   try {
-    return JSON.parse(head.split("\n").find((line) => line.trim())).url || "/v1/chat/completions";
+    return JSON.parse(head.split("\n").find((line) => line.trim()));
   } catch {
-    return "/v1/chat/completions"; // the server reports the invalid line
+    return null;
   }
 }
