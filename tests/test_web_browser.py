@@ -1,6 +1,7 @@
 """The page in a real Chromium against a live server: a batch from upload to download, a chat beside it, names
 and answers that look like markup, and a page that does not grow. Slow; needs Debian's chromium and chromium-driver."""
 
+import csv
 import json
 import os
 import random
@@ -320,6 +321,52 @@ def keep_picture(page: Any, name: str) -> None:
         width = page.execute_script("return innerWidth")
         resize(page, width, max(900, page.execute_script("return document.documentElement.scrollHeight")))
         until(lambda: page.get_screenshot_as_file(str(Path(folder) / name)))
+
+
+def test_a_table_from_drop_to_download(page: Any, tmp_path: Path) -> None:
+    """SCREENSHOTS=FOLDER keeps the form with its previews in each width and theme."""
+    long_name = "a column with a rather long name, " * 4
+    source = tmp_path / f"{'long' * 30}.csv"
+    with source.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["country", long_name.strip(), *(f"column{i}" for i in range(40))])
+        writer.writerows([country, "w" * 300, *range(40)] for country in ("France", "Italy", "<b>Spain</b>", "Japan"))
+    upload(page, source)
+    form = page.find_element(By.ID, "table")
+    until(lambda: "4 rows" in form.text)
+    prompt = form.find_element(By.NAME, "prompt")
+    prompt.send_keys("What is the capital of ")
+    press(page, "{country}")
+    prompt.send_keys("?")
+    form.find_element(By.NAME, "prefix").send_keys("llm_")
+    form.find_element(By.NAME, "max_tokens").send_keys("30")
+    press(page, "Preview three answers")
+    until(
+        lambda: (
+            "output tokens" in form.text
+            and "…" not in form.text
+            and not form.find_elements(By.CSS_SELECTOR, ":disabled")
+        )
+    )
+    shown = [each.text for each in form.find_elements(By.CSS_SELECTOR, ".first li")]
+    assert len(shown) == 3 and "What is the capital of France?" in shown[0] and "Paris" in shown[0]
+    assert "<b>Spain</b>" in shown[2]
+    for width in (1440, 1024, 400):
+        for theme in ("light", "dark"):
+            media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+            page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            resize(page, width)
+            time.sleep(1.5)  # a drawing
+            keep_picture(page, f"table-{width}-{theme}.png")
+            assert page.execute_script(OUTSIDE) == [], (width, theme)
+    resize(page, 1300)
+    press(page, "Start")
+    until(lambda: "4 of 4" in text(page, "batch-rows") and not form.is_displayed())
+    press(page, "Table")
+    written = until(lambda: list(tmp_path.glob("answers-*.csv")))[0]
+    rows_written = until(lambda: list(csv.DictReader(written.read_text().splitlines())))
+    assert [row["country"] for row in rows_written] == ["France", "Italy", "<b>Spain</b>", "Japan"]
+    assert rows_written[0]["llm_status"] == "ok" and "Paris" in rows_written[0]["llm_answer"]
 
 
 def test_markup_in_messages_and_names_stays_text(page: Any, tmp_path: Path) -> None:
