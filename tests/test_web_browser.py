@@ -73,8 +73,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any, server: str, tmp_path: Path) -> Iterator[Any]:
     browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
-    resize(browser, 1300)
+    browser.get_log("browser")  # of a server of the test before, which has ended
     browser.get(server)
+    resize(browser, 1300)
     until(lambda: text(browser, "status") == "ready")
     yield browser
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
@@ -275,16 +276,21 @@ def test_teams_and_two_answers_stand_within_their_cards(page: Any, tmp_path: Pat
         for key in ("shop", "long"):
             head = {"authorization": f"Bearer {key}"}
             assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=head).status_code == 200
+        sent = {"file": (f"{long_name}.jsonl", rows(1))}
+        stored = httpx.post(f"{url}/v1/files", files=sent, data={"purpose": "batch"}, headers=head).json()
+        made = {"input_file_id": stored["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        assert httpx.post(f"{url}/v1/batches", json=made, headers=head).status_code == 200
         page.get(url)
         enter_key(page, "shop")
         until(lambda: "shop" in text(page, "team-rows"))
-        assert "shop" in text(page, "team-rows") and long_name not in text(page, "team-rows")
+        assert "shop" in text(page, "team-rows") and long_name not in text(page, "team-rows") + text(page, "batch-rows")
         page.execute_script("sessionStorage.setItem('tidemill-key', 'boss')")
         page.refresh()
         until(lambda: text(page, "status") == "ready")
         (tmp_path / "wrong.jsonl").write_text(rows(2).replace("tidemill-demo", "no-such-model-of-a-rather-long-name"))
         upload(page, tmp_path / "wrong.jsonl")
         until(lambda: long_name in text(page, "team-rows") and "failed" in text(page, "batch-rows"))
+        assert f"{long_name}.jsonl" in text(page, "batch-rows"), "an operator sees the batches of all teams"
         assert re.search(r"^shop [1-9]\d* \+ [1-9]\d* 0 \+ 0 ", text(page, "team-rows"), re.MULTILINE)
         show(page, "Chat")
         press_summary(page, "settings")
@@ -335,6 +341,7 @@ def test_a_table_from_drop_to_download(page: Any, tmp_path: Path) -> None:
     form = page.find_element(By.ID, "table")
     until(lambda: "4 rows" in form.text)
     prompt = form.find_element(By.NAME, "prompt")
+    assert all(0 < chip.size["height"] < 100 for chip in form.find_elements(By.CLASS_NAME, "chip"))
     prompt.send_keys("What is the capital of ")
     press(page, "{country}")
     prompt.send_keys("?")

@@ -299,7 +299,7 @@ async def _run(
     try:
         async with asyncio.timeout(state.limits.check_seconds):
             with state.folder.disk.storing():
-                found = await run_apart(_bounded, work, max_bytes, *arguments)
+                found: ResultT | str = await run_apart(_bounded, work, max_bytes, *arguments)
     except TimeoutError:
         raise _refusal(f"it takes more than {state.limits.check_seconds:.0f} s; split it") from None
     except BrokenWorkerProcess:

@@ -61,7 +61,7 @@ export class TableForm {
     this.table = null;
     this.form.hidden = false;
     this.part("file").textContent = file.filename;
-    for (const name of ["columns", "first"]) this.part(name).replaceChildren();
+    for (const name of ["chips", "first"]) this.part(name).replaceChildren();
     this.form.elements.model.replaceChildren(...[...this.models.options].map((option) => option.cloneNode(true)));
     await this.busy(() => this.look());
   }
@@ -93,7 +93,7 @@ export class TableForm {
     this.table = table;
     this.eta = this.outlook({ metadata }).eta;
     this.answers = [];
-    this.part("columns").replaceChildren("columns: ", ...table.columns.map((name) => {
+    this.part("chips").replaceChildren("columns: ", ...table.columns.map((name) => {
       const chip = element("button", `{${name}}`, "chip");
       chip.type = "button";
       chip.addEventListener("click", () => this.insert(chip.textContent));
@@ -110,7 +110,7 @@ export class TableForm {
 
   estimate() {
     const text = estimateText(this.table, expectedTokens(this.table, this.answers), this.eta, this.prices());
-    this.part("estimate").textContent = [text, ...this.table.warnings].join(". ");
+    this.part("estimate").textContent = [text, ...this.table.warnings].join(". Note: ");
   }
 
   /** Show the first requests and ask the model for their answers. */
