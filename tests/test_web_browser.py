@@ -366,9 +366,11 @@ def test_a_table_from_drop_to_download(page: Any, tmp_path: Path) -> None:
             time.sleep(1.5)  # a drawing
             keep_picture(page, f"table-{width}-{theme}.png")
             assert page.execute_script(OUTSIDE) == [], (width, theme)
-    resize(page, 1300)
     press(page, "Start")
     until(lambda: "4 of 4" in text(page, "batch-rows") and not form.is_displayed())
+    for width in (400, 1024, 1300):
+        resize(page, width)
+        assert page.execute_script(OUTSIDE) == [], width
     press(page, "Table")
     written = until(lambda: list(tmp_path.glob("answers-*.csv")))[0]
     rows_written = until(lambda: list(csv.DictReader(written.read_text().splitlines())))
