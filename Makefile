@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What serving needs; a developers' install has it, too.
 SERVING := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.serving)
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 define check_python
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tidemill needs Python 3.11 or newer (PYTHON=... picks one)"; exit 1; }
@@ -16,17 +16,28 @@ endef
 
 .PHONY: install serve serve-cpu test test-all clients check docs site models native floors wheel bench chaos ray-check gpu-check vllm-check clean
 
+# Recipe of an environment with the extras $(1). torch includes setuptools, which builds the kernels here, in sight; pip
+# would hide that. Without WHEELS (a folder or an address), wheels in dist/ are looked at.
+define set_up
+$(check_python)
+@echo "1/4 install torch into $(VENV) (from $(if $(TORCH_INDEX),$(TORCH_INDEX),PyPI: 4 GB with the CUDA libraries)); behind 'Installing', pip says nothing for a minute or two"
+$(PYTHON) -m venv $(VENV)
+$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+@echo "2/4 CPU kernels"
+$(if $(WHEELS),-$(PIP) download --no-index --no-deps --find-links "$(WHEELS)" --dest dist tidemill)
+-@$(BIN)/python setup.py --quiet build_ext --inplace
+@echo "3/4 install tidemill; behind 'Installing', pip says nothing for up to 30 s"
+$(PIP) install --editable ".$(1)"
+@touch $@
+endef
+
 install: $(STAMP)
 
 $(STAMP): pyproject.toml
-	$(check_python)
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --quiet "$(TORCH)"
-	$(PIP) --quiet --editable ".[dev]"
-	@touch $@
+	$(call set_up,[dev])
 
 serve: $(SERVING)
-	@echo "3/3 start: load the model, measure step times (at most 30 s, once for each model), serve"
+	@echo "4/4 start: load the model, measure step times (at most 30 s, once for each model), serve"
 	$(BIN)/tidemill serve $(MODEL) $(ARGS)
 
 # The same with torch's CPU build, which is 4 GB smaller.
@@ -35,13 +46,7 @@ serve-cpu:
 	@$(MAKE) --no-print-directory serve
 
 $(VENV)/.serving: pyproject.toml
-	$(check_python)
-	@echo "1/3 install torch into $(VENV) (from $(if $(TORCH_INDEX),$(TORCH_INDEX),PyPI: 4 GB with the CUDA libraries))"
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
-	@echo "2/3 install tidemill and build its CPU kernels"
-	$(PIP) --editable ".$(if $(shell command -v nvidia-smi),[gpu])"
-	@touch $@
+	$(call set_up,$(if $(shell command -v nvidia-smi),[gpu]))
 
 # pytest caches the modules whose assertions it rewrites; without the cache each process rewrites all of the modules.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -80,11 +85,13 @@ models: install
 
 # The native CPU kernels anew, after a change of their sources; install builds them for the first time.
 native: install
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	$(BIN)/python setup.py --quiet build_ext --inplace --force
 
-# A wheel for other machines in dist/, with this machine's native kernels.
+# A wheel for other machines in dist/. Its kernels serve every x86-64 processor: they choose AVX2, AVX-512 or AMX at
+# run time. `make serve` takes them if it finds the wheel in dist/ or WHEELS and their sources are its own.
 wheel:
 	$(check_python)
+	@echo "build a wheel, up to a minute"
 	$(PYTHON) -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # The tests beside the lowest versions of what serving needs that pyproject.toml allows.

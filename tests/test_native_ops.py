@@ -29,6 +29,7 @@ from engine.execution.cpu.native.library import (
     TapeStep,
     Team,
     activation_dtype,
+    load,
 )
 from engine.execution.cpu.native.linear import Native, NativeLinear, rows_for, stride_of
 
@@ -498,3 +499,9 @@ def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
     assert ctypes.sizeof(TapeShape) != ctypes.sizeof(TapeStep)
     with pytest.raises(ConfigError, match="another version"):
         Library(library_file())
+
+
+def test_a_processor_without_any_level_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.cpu.native.library.LIBRARY", library_file())
+    monkeypatch.setattr(Library, "levels", lambda _library: [])
+    assert load.__wrapped__() == "this processor lacks AVX2, FMA or F16C, which all native kernels need"

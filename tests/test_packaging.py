@@ -1,5 +1,6 @@
 """The wheel: its contents, and that it works outside the checkout."""
 
+import _ctypes
 import os
 import platform
 import re
@@ -18,7 +19,7 @@ from packaging.version import Version
 from engine import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = "engine/execution/cpu/native/libtidemill_cpu.so"
+KERNELS = Path("engine/execution/cpu/native/libtidemill_cpu.so")
 slow = pytest.mark.slow  # building a wheel compiles the kernels
 pytestmark = pytest.mark.timeout(900)
 
@@ -70,7 +71,7 @@ def test_wheel_holds_the_packages_and_the_demo_model(wheel: Path) -> None:
 def test_the_wheel_holds_the_native_kernels_where_a_compiler_is(wheel: Path) -> None:
     """For every Python of the platform: they know of none."""
     if shutil.which("g++") and platform.machine() == "x86_64":
-        assert KERNELS in zipfile.ZipFile(wheel).namelist()
+        assert str(KERNELS) in zipfile.ZipFile(wheel).namelist()
     assert "-py3-none-" in wheel.name
     assert wheel.name.startswith(f"tidemill-{__version__}-")
 
@@ -79,12 +80,65 @@ def test_the_wheel_holds_the_native_kernels_where_a_compiler_is(wheel: Path) -> 
 def test_without_a_compiler_the_wheel_is_built_and_says_what_it_lacks(tmp_path: Path) -> None:
     built, said = build(tmp_path, "/bin/false", "weights")
     assert "steps will run by torch" in said
-    assert KERNELS not in zipfile.ZipFile(built).namelist()
+    assert str(KERNELS) not in zipfile.ZipFile(built).namelist()
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A tree of the kernels' sources, with a shared library in a wheel in dist/ that claims to be built from them."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        pytest.skip("no native kernels here")
+    tree = tmp_path / "sources"
+    shutil.copytree(ROOT / KERNELS.parent / "src", tree / KERNELS.parent / "src")
+    shutil.copy(ROOT / "setup.py", tree)
+    (tree / "dist").mkdir()
+    code = "import setuptools; setuptools.setup = lambda **_: None; import setup; print(setup.build_id())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=True)
+    pack(tree, Path(_ctypes.__file__).read_bytes() + bytes.fromhex(done.stdout.strip()))
+    return tree
+
+
+def pack(tree: Path, content: bytes) -> None:
+    """Write a wheel that holds only a library."""
+    with zipfile.ZipFile(tree / "dist" / "tidemill-0-py3-none-linux_x86_64.whl", "w") as wheel:
+        wheel.writestr(str(KERNELS), content)
+
+
+def build_kernels(tree: Path) -> str:
+    """Run the step of `make serve` that builds the kernels, without a compiler; return what it says."""
+    environment = {"PATH": "", "CC": "/bin/false", "CXX": "/bin/false"}
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True)
+    return done.stderr
+
+
+def test_kernels_of_a_wheel_of_the_same_sources_are_not_compiled(sources: Path) -> None:
+    said = build_kernels(sources)
+    assert "nothing to compile" in said and "build the CPU kernels" not in said
+    assert (sources / KERNELS).read_bytes().startswith(b"\x7fELF")
+    shutil.rmtree(sources / "dist")
+    assert f"CPU kernels from {KERNELS}: nothing" in build_kernels(sources), "an install takes those of the tree"
+
+
+def test_kernels_of_other_sources_are_compiled(sources: Path) -> None:
+    with (sources / KERNELS.parent / "src" / "abi.h").open("a") as header:
+        header.write("// changed\n")
+    said = build_kernels(sources)
+    assert "build the CPU kernels, about" in said and "were not built" in said
+    assert not (sources / KERNELS).exists()
+
+
+def test_kernels_that_the_system_cannot_load_are_compiled(sources: Path) -> None:
+    wheel = zipfile.ZipFile(next((sources / "dist").iterdir()))
+    pack(sources, b"x" + wheel.read(str(KERNELS)))
+    said = build_kernels(sources)
+    assert "do not load" in said and "build the CPU kernels, about" in said
+    assert not (sources / KERNELS).exists()
 
 
 @slow
 def test_an_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    """A bare environment that sees this one's libraries but not the checkout."""
+    """A bare environment that sees this one's libraries but neither the checkout nor a compiler."""
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
     site = tmp_path / "site"
@@ -94,13 +148,17 @@ def test_an_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Pa
     for entry in Path(libraries).iterdir():
         if "tidemill" not in entry.name:
             (tmp_path / "libs" / entry.name).symlink_to(entry)
-    environment = {**os.environ, "PYTHONPATH": f"{site}:{tmp_path / 'libs'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{site}:{tmp_path / 'libs'}", "PATH": ""}
     code = (
         "import gateway, engine, predictor, loadgen, engine.core, tidemill.cli, pathlib, sys;"
         "sys.exit(not str(pathlib.Path(engine.__file__)).startswith(sys.argv[1]))"
     )
     done = subprocess.run([python, "-c", code, str(site)], env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 0
+    if (site / KERNELS).exists():
+        code = "from engine.execution.cpu.native.library import load; print(load().levels())"
+        done = subprocess.run([python, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert "Level.AVX2" in done.stdout, done.stderr
     command = [python, "-m", "gateway", "serve", "--dry-run", "--port", "0"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

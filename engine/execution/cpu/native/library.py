@@ -331,4 +331,4 @@ def load() -> Library | str:
         library = Library(LIBRARY)
     except (OSError, AttributeError, ConfigError) as error:
         return f"the native kernels cannot be loaded: {error}"
-    return library if library.levels() else "the native kernels need AVX2, FMA and F16C"
+    return library if library.levels() else "this processor lacks AVX2, FMA or F16C, which all native kernels need"
