@@ -179,7 +179,11 @@ def _plain(entry: BudgetEntry) -> dict[str, Any]:
 
 
 Metrics = Mapping[str, float]
-"""`offline_throughput`, the SLO's keys (`ttft_p99` ..., in seconds) and `slo_attainment` for limits per request."""
+"""`offline_throughput`, the SLO's keys (`ttft_p99` ..., in seconds) and `slo_attainment` for limits per request.
+
+With `requests`, the number of judged requests (of a named class: `NAME:requests`), one miss alone does not make a
+budget infeasible in the searched window: among few requests it says little about the share of misses.
+"""
 
 MAX_EVALUATIONS = 60
 MARGIN = 0.8
@@ -187,6 +191,10 @@ RESOLUTION = 1.005
 MAX_CONFIRMATIONS = 5
 SIMILAR = 0.98
 """Ratio of throughputs from which candidates count as equally good."""
+CLOSE = 1.05
+"""Ratio of budgets up to which both presumably keep or fail the same window."""
+FAR = 4.0
+"""First step down from a budget that failed; bisection then steps up."""
 FEWEST_REPLAYS = 5
 DELTAS = (1.0, 2.0, 4.0, 8.0)
 DEFAULT_DELTA = 4.0
@@ -314,6 +322,12 @@ def protecting_rules(slo: SLO) -> tuple[str, ...]:
     return tuple(dict.fromkeys(rules))
 
 
+def _is_one_miss(key: str, metrics: Metrics) -> bool:
+    """Return whether a violation is that of an attainment with a single miss."""
+    requests = metrics.get(key.replace("slo_attainment", "requests"), 0.0)
+    return key.endswith("slo_attainment") and round((1.0 - metrics[key]) * requests) == 1
+
+
 def _keeps_limits(slo: SLO, online_only: Metrics) -> bool:
     """Return whether the online-only run keeps the absolute limits."""
     absolute = replace(slo, objectives=tuple(objective for objective in slo.objectives if objective.limit is not None))
@@ -358,8 +372,14 @@ class _Search:
             assert len(self.done) < self._max_evaluations, "out of evaluations"
             metrics = dict(self._evaluate(params))
             base = self.baseline.metrics if self.baseline is not None else metrics
-            self.done[params] = Evaluated(params, metrics, self._slo.violations(metrics, base, self._margin))
+            violations = self._slo.violations(metrics, base, self._margin)
+            counted = {key: excess for key, excess in violations.items() if not _is_one_miss(key, metrics)}
+            self.done[params] = Evaluated(params, metrics, counted)
         return self.done[params]
+
+    def extend(self, evaluations: int) -> None:
+        """Allow `evaluations` replays from now on."""
+        self._max_evaluations = len(self.done) + evaluations
 
     def flat(self, policy: str, evaluations: int) -> Evaluated:
         """Return the best flat budget: try a geometric grid, then halve the gaps beside the best points."""
@@ -454,24 +474,56 @@ def _confirm(
 ) -> tuple[Evaluated, bool, int]:
     """Return (the best candidate that keeps the SLO in all further windows, True, number of replays).
 
-    If none of the first MAX_CONFIRMATIONS candidates keeps it, return the online-only replay and False.
+    If none of the first MAX_CONFIRMATIONS candidates keeps it, return the online-only replay and False. Replays that
+    are left bisect between the confirmed budget and the failed one above it.
     """
     assert search.baseline is not None
     bases = [dict(replay(search.baseline.params)) for replay in windows]
-    spent = len(windows)
+    spent, reserve = len(windows), MAX_CONFIRMATIONS * len(windows) + search.left
     left = sorted((e for e in search.done.values() if e.feasible), key=Evaluated.rank, reverse=True)
-    for _ in range(MAX_CONFIRMATIONS):
-        candidate = _safest_of_best(left)
-        if candidate is search.baseline:
-            return candidate, True, spent
+
+    def keeps(candidate: Evaluated) -> bool:
+        nonlocal spent, reserve
         for replay, base in zip(windows, bases, strict=True):
-            spent += 1
+            spent, reserve = spent + 1, reserve - 1
             if slo.violations(dict(replay(candidate.params)), base):
-                break
+                return False
+        return True
+
+    failed = [each for each in search.done.values() if not each.feasible]
+    far = left
+    for _ in range(MAX_CONFIRMATIONS):
+        best = _safest_of_best(far if len(far) > 1 else left)
+        if best is search.baseline or keeps(best):
+            break
+        failed.append(best)
+        left = [e for e in left if not _no_safer(e.params, best.params, CLOSE) and e.metrics != best.metrics]
+        far = [e for e in far if e in left and not _no_safer(e.params, best.params, FAR)]
+    else:
+        return search.baseline, False, spent
+    search.extend(reserve)
+    while reserve > len(windows) and search.left and (middle := _middle(best, failed)) is not None:
+        reserve -= middle not in search.done
+        found = search.take(middle)
+        if found.rank() > best.rank() and keeps(found):
+            best = found
         else:
-            return candidate, True, spent
-        left = [each for each in left if not _no_safer(each.params, candidate.params)]
-    return search.baseline, False, spent
+            failed.append(found)
+    return best, True, spent
+
+
+def _middle(best: Evaluated, failed: Sequence[Evaluated]) -> BudgetParams | None:
+    """Return parameters between `best` and the failed L above it; None if they are close or give no more tokens."""
+    low = best.params.latency_budget
+    alike = [e for e in failed if replace(e.params, latency_budget=low) == best.params]
+    above = min(
+        (e for e in alike if e.params.latency_budget > low), key=lambda e: e.params.latency_budget, default=None
+    )
+    if not low or above is None or above.params.latency_budget <= CLOSE * low:
+        return None
+    if above.throughput * SIMILAR <= best.throughput:
+        return None
+    return replace(best.params, latency_budget=math.sqrt(low * above.params.latency_budget))
 
 
 def _safest_of_best(ranking: Sequence[Evaluated]) -> Evaluated:
@@ -483,9 +535,9 @@ def _safest_of_best(ranking: Sequence[Evaluated]) -> Evaluated:
     return min(best, key=lambda each: (each.params.latency_budget, each.params.lam))
 
 
-def _no_safer(one: BudgetParams, failed: BudgetParams) -> bool:
-    """Return whether `one` lets offline work disturb chats at least as much, so that it would fail the same window."""
+def _no_safer(one: BudgetParams, failed: BudgetParams, ratio: float) -> bool:
+    """Return whether `one` lets offline work disturb chats at least as much as `failed`, up to a `ratio` of budgets."""
     if one.rule != failed.rule or one.delta != failed.delta or math.isinf(one.lam) != math.isinf(failed.lam):
         return False
     weights = 1.0 if math.isinf(one.lam) else one.lam / failed.lam
-    return min(one.latency_budget / failed.latency_budget, weights) > 1 / 1.05
+    return min(one.latency_budget / failed.latency_budget, weights) > 1 / ratio

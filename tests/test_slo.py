@@ -276,6 +276,28 @@ def test_what_is_no_safer_than_a_failure_is_not_confirmed_next() -> None:
         assert found.best.throughput >= 1000.0
 
 
+@pytest.mark.parametrize("edge", [0.012, 0.03, 0.06, 0.12])
+def test_a_failed_budget_is_bisected_down_to_one_that_is_confirmed(edge: float) -> None:
+    """A coarse grid has few budgets below the edge; one miss of the searched window's 25 requests is chance."""
+
+    def window(keeps: Callable[[float], bool], miss: float = 1.0) -> Callable[[BudgetParams], dict[str, float]]:
+        def replay(params: BudgetParams) -> dict[str, float]:
+            budget = params.latency_budget
+            tail = {"ttft_p99": 0.05, "tbt_p99": 0.05, "requests": 25.0}
+            return {**tail, "slo_attainment": 1.0 if keeps(budget) else 1.0 - miss, "offline_throughput": budget}
+
+        return replay
+
+    slo, rest = SLO.parse("ttft_p99=1s,tbt_p99=100ms"), [window(lambda budget: budget <= edge)]
+    for unlucky in (lambda _: False, lambda budget: budget > 0.02, lambda budget: budget < 0.1):
+        first = window(lambda budget, unlucky=unlucky: not budget or unlucky(budget), miss=1 / 25)
+        found = search_budget(first, slo, RANGE, "hygen", confirm=rest, max_evaluations=12)
+        assert found.confirmed and found.num_evaluations <= 12
+        assert edge / 3 <= found.params.latency_budget <= edge
+    two = window(lambda budget: budget <= 0.02, miss=2 / 25)
+    assert search_budget(two, slo, RANGE, confirm=rest).params.latency_budget <= 0.02
+
+
 @pytest.mark.parametrize("edge", [0.006, 0.13, 5.0])
 def test_a_live_search_finds_the_largest_price_that_keeps_the_mean(edge: float) -> None:
     """18 replays; under the L of a flat budget no λ has an effect, and any λ above `edge` breaks the tolerance."""

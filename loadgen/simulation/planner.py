@@ -96,7 +96,8 @@ class Arm:
     def metrics(self) -> dict[str, float]:
         """Metrics by which the search compares replays."""
         rate = self.offline_tokens / self.seconds
-        return {**self.values, **self.attainments, "offline_throughput": rate}
+        counts = {attainment_key(name).replace("slo_attainment", "requests"): n for name, (_, n) in self.judged.items()}
+        return {**self.values, **self.attainments, **counts, "offline_throughput": rate}
 
 
 @dataclass(frozen=True, slots=True)
