@@ -1,4 +1,4 @@
-"""`tidemill try` against the demo model: both parts, a batch that is cancelled, chats that fail."""
+"""`tidemill try` against the demo model: both parts, a batch that is deleted, chats that fail."""
 
 import asyncio
 import re
@@ -24,13 +24,13 @@ async def test_a_trial_shows_the_idle_share_and_what_fits_beside_the_chats(tmp_p
         trial = Trial(ServerClient(server_options(served.url, None)), rate=10.0, seconds=1.5, show=shown.append)
         await asyncio.to_thread(trial.run)
         async with httpx.AsyncClient() as client:
-            (batch,) = (await client.get(f"{served.url}/v1/batches")).json()["data"]
+            for left in ("batches", "files"):
+                assert (await client.get(f"{served.url}/v1/{left}")).json()["data"] == []
     assert not trial.failures
     alone, beside = shown
     assert re.fullmatch(r"chats alone: .*; the machine was idle \d+% of the time", alone), alone
     done = re.search(r"; ([\d,]+) lines done, [\d.]+ a second", beside)
-    assert done and batch["status"] in ("cancelling", "cancelled")
-    assert batch["request_counts"]["completed"] >= int(done[1].replace(",", ""))
+    assert done and int(done[1].replace(",", "")) > 0
 
 
 async def test_chats_that_fail_are_counted_with_their_reason(start_server: StartServer, tmp_path: Path) -> None:

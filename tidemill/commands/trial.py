@@ -16,7 +16,9 @@ from tidemill.client import TERMINAL, ChatError, ServerClient
 QUESTIONS = tuple(f"What is the capital of {name}?" for name in ("France", "Italy", "Spain", "Japan"))
 CHAT_TOKENS, LINE_TOKENS = 48, 64
 LINES = 20_000
-"""Lines of the batch, which is cancelled at the end."""
+"""Lines of the batch, which is deleted at the end."""
+ENDPOINT = "/v1/messages"
+"""Endpoint of the batch: only batches of messages can be deleted."""
 LOOK_SECONDS = 1.0
 SETTLE_SECONDS = 2.0
 """Time in which the last chats of a part end and are judged."""
@@ -45,12 +47,12 @@ class Trial:
     failures: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """Run both parts and show a line for each. Raises ChatError if the server cannot be reached."""
+        """Run both parts, show a line for each, delete the batch. Raises ChatError if the server is unreachable."""
         model = self.client.first_model()
         before = self._part(model, self.seconds / 3, None)
         idle = 1.0 - before.busy / before.at
         self.show(f"chats alone: {_kept(before)}; the machine was idle {max(0.0, idle):.0%} of the time")
-        batch = self._submit(model)
+        file, batch = self._submit(model)
         try:
             began = time.monotonic()
             beside = self._part(model, self.seconds * 2 / 3, batch)
@@ -58,13 +60,16 @@ class Trial:
             passed = time.monotonic() - began
         finally:
             with suppress(ChatError):
-                self.client.call("POST", f"/v1/batches/{batch}/cancel")
+                self._delete(batch, file)
         self.show(f"chats beside a batch: {_kept(beside)}; {lines:,} lines done, {lines / passed:.1f} a second")
         if self.failures:
             self.show(f"{len(self.failures)} chats failed: {self.failures[0]}")
 
     def _part(self, model: str, seconds: float, batch: str | None) -> Reading:
         """Send chats at an even rate, and return how much the counters have grown."""
+        name = "chats beside a batch" if batch else "chats alone"
+        if not sys.stderr.isatty():
+            print(f"{name}, {seconds:.0f} s ...", file=sys.stderr)
         start, chats = self._reading(), list[threading.Thread]()
         while (passed := time.monotonic() - start.at) < seconds:
             if len(chats) <= passed * self.rate:
@@ -73,11 +78,7 @@ class Trial:
                 chats[-1].start()
             time.sleep(min(LOOK_SECONDS, 0.5 / self.rate))
             if sys.stderr.isatty():
-                print(
-                    f"\r{'batch and chats' if batch else 'chats'}: {passed:.0f} of {seconds:.0f} s",
-                    end="",
-                    file=sys.stderr,
-                )
+                print(f"\r{name}: {passed:.0f} of {seconds:.0f} s", end="", file=sys.stderr)
         end = self._reading()
         for chat in chats:
             chat.join(timeout=60.0)
@@ -104,24 +105,30 @@ class Trial:
         engines = max(1, len(re.findall(r"^tidemill_engine_ready\{", page, re.MULTILINE)))
         return Reading(time.monotonic(), good, bad, value("step_seconds") / engines)
 
-    def _submit(self, model: str) -> str:
+    def _submit(self, model: str) -> tuple[str, str]:
+        """Create the batch; return the ids of its input file and its own."""
         with tempfile.TemporaryDirectory(prefix="tidemill-") as folder:
             path = Path(folder) / "trial.jsonl"
             with path.open("w", encoding="utf-8") as file:
                 for number in range(LINES):
                     question = [{"role": "user", "content": f"{QUESTIONS[number % len(QUESTIONS)]} ({number})"}]
                     body = {"model": model, "messages": question, "max_tokens": LINE_TOKENS}
-                    line = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+                    line = {"custom_id": str(number), "method": "POST", "url": ENDPOINT, "body": body}
                     file.write(json.dumps(line) + "\n")
-            body = {
-                "endpoint": "/v1/chat/completions",
-                "completion_window": "1h",
-                "input_file_id": self.client.upload(path),
-            }
+            file = self.client.upload(path)
+        body = {"endpoint": ENDPOINT, "completion_window": "1h", "input_file_id": file}
         batch = self.client.call("POST", "/v1/batches", body)
         if batch["status"] in TERMINAL:
             raise ChatError(f"the batch is {batch['status']}")
-        return str(batch["id"])
+        return file, str(batch["id"])
+
+    def _delete(self, batch: str, file: str) -> None:
+        """Cancel the batch, wait for its end, and delete it with its files."""
+        self.client.call("POST", f"/v1/batches/{batch}/cancel")
+        for _ in self.client.changes(batch):
+            pass
+        self.client.call("DELETE", f"{ENDPOINT}/batches/msg{batch}")
+        self.client.call("DELETE", f"/v1/files/{file}")
 
 
 def _kept(grown: Reading) -> str:
