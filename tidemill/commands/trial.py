@@ -52,7 +52,7 @@ class Trial:
         before = self._part(model, self.seconds / 3, None)
         idle = 1.0 - before.busy / before.at
         self.show(f"chats alone: {_kept(before)}; the machine was idle {max(0.0, idle):.0%} of the time")
-        file, batch = self._submit(model)
+        input_id, batch = self._submit(model)
         try:
             began = time.monotonic()
             beside = self._part(model, self.seconds * 2 / 3, batch)
@@ -60,7 +60,7 @@ class Trial:
             passed = time.monotonic() - began
         finally:
             with suppress(ChatError):
-                self._delete(batch, file)
+                self._delete(batch, input_id)
         self.show(f"chats beside a batch: {_kept(beside)}; {lines:,} lines done, {lines / passed:.1f} a second")
         if self.failures:
             self.show(f"{len(self.failures)} chats failed: {self.failures[0]}")
@@ -115,20 +115,20 @@ class Trial:
                     body = {"model": model, "messages": question, "max_tokens": LINE_TOKENS}
                     line = {"custom_id": str(number), "method": "POST", "url": ENDPOINT, "body": body}
                     file.write(json.dumps(line) + "\n")
-            file = self.client.upload(path)
-        body = {"endpoint": ENDPOINT, "completion_window": "1h", "input_file_id": file}
+            input_id = self.client.upload(path)
+        body = {"endpoint": ENDPOINT, "completion_window": "1h", "input_file_id": input_id}
         batch = self.client.call("POST", "/v1/batches", body)
         if batch["status"] in TERMINAL:
             raise ChatError(f"the batch is {batch['status']}")
-        return file, str(batch["id"])
+        return input_id, str(batch["id"])
 
-    def _delete(self, batch: str, file: str) -> None:
+    def _delete(self, batch: str, input_id: str) -> None:
         """Cancel the batch, wait for its end, and delete it with its files."""
         self.client.call("POST", f"/v1/batches/{batch}/cancel")
         for _ in self.client.changes(batch):
             pass
         self.client.call("DELETE", f"{ENDPOINT}/batches/msg{batch}")
-        self.client.call("DELETE", f"/v1/files/{file}")
+        self.client.call("DELETE", f"/v1/files/{input_id}")
 
 
 def _kept(grown: Reading) -> str:
