@@ -35,6 +35,7 @@ class Case(NamedTuple):
     softcap: float = 0.0
     window: int = 0
     sinks: bool = False
+    chunk: int = 0
 
     def cache(self, lengths: list[int], dtype: torch.dtype) -> PagedCache:
         return paged_cache(
@@ -46,7 +47,7 @@ class Case(NamedTuple):
     @property
     def manner(self) -> Manner:
         sinks = sinks_of(self.kv_heads * self.group) if self.sinks else None
-        return Manner(1.3 * self.head_dim**-0.5, self.window, self.softcap, sinks)
+        return Manner(1.3 * self.head_dim**-0.5, self.window, self.softcap, sinks, self.chunk)
 
 
 SHAPES = [
@@ -70,6 +71,8 @@ CASES = [
     Case(40, 3, 1, value_dim=64, spare=8),  # V is the wider one, and cells are wider than both
     Case(40, 3, 1, value_dim=64, spare=8, window=95, sinks=True),
     Case(group=2, spare=16, window=95),
+    Case(group=2, chunk=50, sinks=True),
+    Case(40, 2, block_size=32, value_dim=64, chunk=64, paired=True),
 ]
 
 
@@ -272,11 +275,11 @@ def test_prefill_of_random_chunks(seed: int) -> None:
     prefill_both(case.cache(lengths, torch.float32), case, chunks, int(sizes.sum()) + 1, torch.float32)
 
 
-@pytest.mark.parametrize("window", [1, 70])
-def test_prefill_sees_a_window(window: int) -> None:
+@pytest.mark.parametrize(("window", "chunk"), [(1, 0), (70, 0), (0, 70), (0, 1)])
+def test_prefill_sees_a_window(window: int, chunk: int) -> None:
     """Rows of a tile that see nothing of its first keys, chunks that begin inside of a window and behind it."""
     chunks = [[0, 0, 1, 76], [1, 1, 37, 0], [2, 38, 60, 131], [3, 98, 5, 59]]
-    case = Case(group=2, kv_heads=1, window=window)
+    case = Case(group=2, kv_heads=1, window=window, chunk=chunk)
     prefill_both(case.cache([77, 37, 191, 64], torch.float32), case, chunks, 104, torch.float32)
 
 

@@ -24,7 +24,7 @@ from engine.triton_kernels.work import DecodeWork, PrefillWork
 CASES = [("attention",), ("engine",), ("cache", "int8", "rows", "lora"), ("experts",)]
 """Names of files kernel_cases_<name>.py that run in one process."""
 TINY = (
-    "attention.py::test_prefill_sees_a_window[1]",
+    "attention.py::test_prefill_sees_a_window[0-70]",
     "cache.py::test_unit_copy_within_the_pool",
     "experts.py::test_grouped_product[(5, 8, 2, 40, 72)-torch.float16]",
     "int8.py::test_prefill_reads_no_scale_before_its_window[0]",

@@ -166,8 +166,9 @@ def test_attention(phase: str, arch: int, head_dim: int, group: int) -> None:
         (90, 256, 2, {"softcap": 50.0}),
         (80, 256, 2, {"softcap": 50.0}),
         (80, 64, 8, {"window": 128, "sinks": meta(64, dtype=torch.float32)}),
+        (90, 128, 5, {"chunk": 8192}),
     ],
-    ids=["mistral", "gemma-90", "gemma-80", "gpt-oss"],
+    ids=["mistral", "gemma-90", "gemma-80", "gpt-oss", "llama-4"],
 )
 def test_attention_with_features(phase: str, arch: int, head_dim: int, group: int, features: dict[str, Any]) -> None:
     ATTENTION[phase](arch, head_dim, group, torch.bfloat16, torch.int32, **features)

@@ -39,6 +39,8 @@ LAYERS = (
     Layer(4, 4, (48, 32), Manner(scale=0.2, window=21, softcap=3.0)),
     Layer(6, 2, (40, 96), Manner(sinks=torch.linspace(-2, 2, 6))),
     Layer(6, 2, (40, 96), Manner(sinks=torch.linspace(1, -4, 6))),
+    Layer(4, 2, (32, 64), Manner(chunk=50)),
+    Layer(6, 2, (40, 96), Manner(sinks=torch.linspace(-2, 2, 6), chunk=64)),
 )
 STEPS = (
     ((0, 0, 70), (1, 0, 9)),

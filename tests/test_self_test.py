@@ -158,14 +158,16 @@ DROPPED: dict[str, tuple[str, Callable[[Manner], Manner]]] = {
     "softcap": ("gemma2", lambda manner: manner._replace(softcap=None)),
     "scale": ("granite", lambda manner: manner._replace(scale=None)),
     "sinks": ("gpt_oss", lambda manner: manner._replace(sinks=None)),
+    "chunk": ("llama4_text", lambda manner: manner._replace(chunk=None)),
 }
 
 
 @pytest.mark.parametrize("feature", DROPPED)
 def test_a_dropped_feature_is_noticed(feature: str, tmp_path: Path) -> None:
-    """Windows of 200 tokens, too: they are cut short for the test."""
+    """Windows and chunks of 200 tokens, too: they are cut short for the test."""
     name, change = DROPPED[feature]
-    tiny_transformers.save(name, tmp_path, **({} if name == "granite" else {"sliding_window": 200}))
+    spans = {"granite": {}, "llama4_text": {"attention_chunk_size": 200, "floor_scale": 200}}
+    tiny_transformers.save(name, tmp_path, **spans.get(name, {"sliding_window": 200}))
     shape = load_shape(tmp_path)
     model = load_model(shape, tmp_path, dtype="float32")
     assert test_modules(model) == ""

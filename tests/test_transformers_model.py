@@ -30,11 +30,14 @@ from engine.models.transformers_shape import load_shape
 from engine.triton_kernels import Kernels, twins
 
 LENGTHS, OUTPUT = (1, 5, 8, 9, 16, 17, 23, 33, 40, 47, 58, 64), 12
-EXACT = ("granite", "olmo2", "stablelm", "gemma", "phi", "glm", "gpt2", "gemma2", "gpt_oss", "mixtral", "deepseek_v3")
+EXACT = (
+    "granite", "olmo2", "stablelm", "gemma", "phi", "glm", "gpt2", "gemma2", "gpt_oss", "mixtral", "deepseek_v3",
+    "llama4_text",
+)  # fmt: skip
 """Scaled residuals, norms behind branches, partial rotary, wide heads, parallel branches, learned positions, windows
-with soft caps, sinks, experts, K wider than V."""
-NATIVE = ("deepseek_v2", "deepseek_v3", "gemma2", "gpt_oss", "gpt2")
-"""K wider than V, without and with normed scores of experts; windows with soft caps; sinks; bare heads."""
+with soft caps, sinks, experts, K wider than V, chunks and a temperature by position."""
+NATIVE = ("deepseek_v2", "deepseek_v3", "gemma2", "gpt_oss", "gpt2", "llama4_text")
+"""K wider than V, without and with normed scores of experts; windows with soft caps; sinks; bare heads; chunks."""
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_cuda_runner import driver_of
 from test_runner import crowd, run_in_waves
+from test_transformers_model import make_driver as make_modules_driver
+from tiny_models import prompts_of
 
 from engine.build.plan import plan_launch
 from engine.build.runner import build_runner
@@ -21,6 +23,8 @@ from engine.models.decoder import Decoder
 from engine.models.hub import choose
 from engine.models.spec import load_spec
 from engine.models.stored_tensors import text_names
+from engine.models.transformers_model import load_model
+from engine.models.transformers_shape import TransformersShape
 
 TEXT = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -36,21 +40,30 @@ def wrapper(name: str, folder: Path, **text: Any) -> Any:
     """Save a tiny random wrapper, and return its text part in transformers."""
     import transformers
 
-    inner = {"gemma3": "gemma3_text", "mistral3": "mistral", "gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text"}
+    inner = {"gemma3": "gemma3_text", "mistral3": "mistral", "gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text",
+             "llama4": "llama4_text"}  # fmt: skip
     own: dict[str, Any] = {
         "gemma3": {"sliding_window": 16},
         "qwen3_5": {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
                     "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        "llama4": {"num_hidden_layers": 4, "intermediate_size_mlp": 48, "num_local_experts": 4,
+                   "interleave_moe_layer_step": 2, "attention_chunk_size": 24, "floor_scale": 16, "attn_scale": 0.5,
+                   "eos_token_id": None},
     }  # fmt: skip
     title = "".join(part.capitalize() for part in re.split("_(?=[a-z])", name))
-    vision = {**VISION, **({"out_hidden_size": 32, "depth": 1, "num_heads": 2} if name == "qwen3_5" else {})}
+    other = {
+        "qwen3_5": {"out_hidden_size": 32, "depth": 1, "num_heads": 2},
+        "llama4": {"intermediate_size": 64, "vision_output_dim": 32, "projector_input_dim": 32,
+                   "projector_output_dim": 32},
+    }  # fmt: skip
+    vision = {**VISION, **other.get(name, {})}
     kind = {"model_type": inner[name], **own.get(name, {})}
     config_of, model_of = (getattr(transformers, f"{title}{end}") for end in ("Config", "ForConditionalGeneration"))
     config = config_of(text_config={**TEXT, **kind, **text}, vision_config=vision)
     torch.manual_seed(3)
     with torch.device("cpu"):
         model = model_of(config).eval()
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="50KB" if name == "llama4" else "1GB")
     return model
 
 
@@ -99,7 +112,7 @@ def test_the_text_part_of_a_wrapper_equals_transformers(name: str, layout: str, 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("gemma3", {}), ("gemma4", {}), ("qwen3_5", {}), ("mistral3", {"model_type": "ministral3"})],
+    [("gemma3", {}), ("gemma4", {}), ("qwen3_5", {}), ("mistral3", {"model_type": "ministral3"}), ("llama4", {})],
 )
 def test_transformers_modules_run_the_text_part_as_well(name: str, text: dict[str, Any], tmp_path: Path) -> None:
     model = wrapper(name, tmp_path, **text)
@@ -113,6 +126,30 @@ def test_transformers_modules_run_the_text_part_as_well(name: str, text: dict[st
     with torch.inference_mode():
         found = runner.device._model.eager(ids)
     assert torch.allclose(found, logits_of(model, ids), atol=1e-4)
+
+
+@pytest.mark.cpu_limit(8)
+def test_llama_4_attends_in_chunks_of_positions(tmp_path: Path) -> None:
+    """As published: files with an index, layers without the names of their types, and a number for a flag; prompts and
+    answers within a chunk, across its end, and in the third chunk."""
+    model = wrapper("llama4", tmp_path)
+    with torch.no_grad():
+        for parameter in model.language_model.parameters():  # of random weights, answers that tell positions apart
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["text_config"]["layer_types"]
+    config["text_config"] |= {"no_rope_layers": [], "attn_temperature_tuning": 4}
+    path.write_text(json.dumps(config))
+    choice = choose(tmp_path, "auto")
+    shape = choice.shape
+    assert isinstance(shape, TransformersShape) and shape.max_context == 128
+    assert shape.windows == (24, 24, 24, None) and (tmp_path / "model.safetensors.index.json").exists()
+    found = load_model(shape, tmp_path, dtype="float32")
+    prompts = prompts_of(97, (5, 20, 23, 24, 25, 47, 60))
+    answers = make_modules_driver(found, 0).run_all(prompts, 8)
+    assert answers == [tokens_of(model, prompt, 8) for prompt in prompts]
 
 
 def test_published_configs_leave_defaults_out(tmp_path: Path) -> None:

@@ -91,6 +91,10 @@ UNLIKE: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
     },
     "gemma4_text": {**_ALTERNATING, "global_head_dim": 32},
+    "llama4_text": {
+        "attention_chunk_size": 24, "floor_scale": 16, "attn_scale": 0.5, "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2,
+    },
     "phi4_multimodal": {
         "vision_config": {
             "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

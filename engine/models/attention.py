@@ -21,6 +21,8 @@ class Manner(NamedTuple):
     Attributes:
         scale: Replaces 1 / sqrt(d).
         window: A query sees itself and the window - 1 tokens before it.
+        chunk: A query sees the tokens of its chunk: positions are cut at the multiples of this number. Not with a
+            window.
         softcap: A score s becomes softcap · tanh(s / softcap), after the scale.
         sinks: [heads], a score per head that takes part in the softmax without a value; float32 for kernels.
     """
@@ -29,6 +31,12 @@ class Manner(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> int:
+        """Visible tokens as kernels take them: n > 0, a window of n; n < 0, chunks of -n; 0, all."""
+        return self.window or -(self.chunk or 0)
 
 
 PLAIN = Manner()

@@ -247,7 +247,7 @@ def text_part(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         return config
     transformers: Any = importlib.import_module("transformers")
     try:
-        whole = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        whole = library_config(folder)
     except Exception:  # configs raise various types; the caller refuses the whole config
         return config
     text = whole.get_text_config()
@@ -259,6 +259,23 @@ def text_part(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     named = (config.get("architectures") or [type(whole).__name__])[0]
     kept = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
     return {**part, **kept, "architectures": [causal.__name__], TEXT_OF: named}
+
+
+_TUNED = "attn_temperature_tuning"
+
+
+def library_config(folder: Path) -> Any:
+    """Return the config of transformers for a folder. Raises various errors.
+
+    The first Llama 4 checkpoints have a number where transformers takes only true or false.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    raw = read_json(folder / "config.json")
+    text = raw.get("text_config") or raw
+    if type(text.get(_TUNED)) is not int:
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    text[_TUNED] = bool(text[_TUNED])
+    return transformers.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
 
 
 def text_notes(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ more exact frequency is a different angle. Papers: RoPE (Su et al.), YaRN (Peng 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,12 +19,19 @@ from torch.nn import functional
 
 from engine.models.rope import RopeSpec
 
+_P = TypeVar("_P", int, Tensor)
+
 
 class Rotary(NamedTuple):
     """Rotation of one step for `apply_rotary`: cos and signed sin, [T, 1, rotary_dim], in the model's type."""
 
     cos: Tensor
     sin: Tensor
+
+
+def first_seen(position: _P, reach: int) -> _P:
+    """Return the first token that a query at each position sees by `Manner.reach`, which is not 0; it may be < 0."""
+    return position + 1 - reach if reach > 0 else position - position % -reach
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -181,6 +181,7 @@ class Adds(Protocol):
 
 _CURRENT: ContextVar[Attention] = ContextVar("attention of this forward pass")
 _ADAPTERS: ContextVar[Adds | None] = ContextVar("adapters of this forward pass", default=None)
+_POSITIONS: ContextVar[Tensor | None] = ContextVar("positions of this forward pass", default=None)
 _LONG: ContextVar[Tensor | None] = ContextVar("tokens of this forward pass with long factors", default=None)
 
 
@@ -244,6 +245,30 @@ def _rotate_by_token(forward: Any, short_context: int, x: Tensor, position_ids: 
     return tuple(torch.where(is_long[:, None], b, a) for a, b in zip(short, long, strict=True))
 
 
+class _Positions:
+    """Positions [T] of packed tokens, in the place of a cache that modules ask for the number of past tokens."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self._past = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, *_layer: int) -> Tensor:
+        return self._past
+
+    def update(self, key: Tensor, value: Tensor, *_layer: int, **_others: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def temper_by_token(module: nn.Module) -> None:
+    """Make an attention module scale its queries by their positions; Llama 4 counts the tokens of its input."""
+    whole: Callable[..., Any] = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        positions = _POSITIONS.get()
+        return whole(*args, **(kwargs if positions is None else {**kwargs, "cache": _Positions(positions)}))
+
+    module.forward = forward
+
+
 def run_model(
     model: Any,
     token_ids: Tensor,
@@ -261,7 +286,8 @@ def run_model(
     """
     takes = inspect.signature(model.forward).parameters
     extra = {"logits_to_keep": keep} if "logits_to_keep" in takes else {}
-    with _set((_CURRENT, attention), (RECUR, recur), (_ADAPTERS, adapters), (_LONG, is_long)):
+    now = (_CURRENT, attention), (_POSITIONS, positions), (RECUR, recur), (_ADAPTERS, adapters), (_LONG, is_long)
+    with _set(*now):
         answer = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **extra)
     logits: Tensor = answer.logits[0]
     return logits if extra else logits.index_select(0, keep)
@@ -293,10 +319,18 @@ def _attention(
         raise ModelLoadError("its attention uses dropout")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise ModelLoadError("its attention reads other tokens than those of the step")
-    manner = Manner(scaling, sliding_window or None, softcap or None, s_aux)
+    manner = Manner(scaling, sliding_window or None, softcap or None, s_aux, _chunk_of(module))
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     output = _CURRENT.get()(module, q, k, v, manner)
     return output.view(1, query.shape[2], query.shape[1], -1), None
+
+
+def _chunk_of(module: Any) -> int | None:
+    """Return the chunk of a layer, which only its mask shows in transformers."""
+    config = module.config
+    types = getattr(config, "layer_types", None) or ()
+    is_chunked = "chunked_attention" in types and types[module.layer_idx] == "chunked_attention"
+    return config.attention_chunk_size if is_chunked else None
 
 
 def causal_lm() -> Any:

@@ -38,9 +38,13 @@ from engine.models.transformers_calls import (
     rope_by_token,
     run_model,
     take_over,
+    temper_by_token,
 )
 from engine.models.transformers_shape import PROBED, TransformersShape, config_of, settle
 from engine.models.weights import TensorSource, router_of, stacked_experts, torch_dtype
+
+_SPANS = ("sliding_window", "attention_chunk_size", "floor_scale")
+"""Numbers of tokens after which attention changes: windows, chunks, the steps of Llama 4's temperature."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Manner], Tensor]
 """(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e], manner) -> [T, heads · e]."""
@@ -65,6 +69,9 @@ class TransformersModel:
         self._layers = {id(model.get_submodule(name)): index for index, name in enumerate(shape.layers)}
         for index, name in enumerate(shape.recurrent):
             take_over(model.get_submodule(name), index)
+        for name in shape.layers:
+            if getattr(model.get_submodule(name), "attn_temperature_tuning", False):
+                temper_by_token(model.get_submodule(name))
         if shape.short_context:
             rope_by_token(model, shape.short_context)
 
@@ -146,18 +153,18 @@ class TransformersModel:
 
     @contextmanager
     def short_windows(self, tokens: int) -> Iterator[None]:
-        """Limit sliding windows to `tokens` in the context, also for transformers' own attention."""
+        """Limit spans (`_SPANS`) to `tokens` in the context, also for transformers' own attention."""
         modules = list(self.module.modules())
         holders = [*modules, *{id(m.config): m.config for m in modules if hasattr(m, "config")}.values()]
-        windows = [(each, getattr(each, "sliding_window", None)) for each in holders]
-        cut = [(each, window) for each, window in windows if isinstance(window, int) and window > tokens]
-        for each, _ in cut:
-            each.sliding_window = tokens
+        spans = [(each, name, getattr(each, name, None)) for each in holders for name in _SPANS]
+        cut = [(each, name, span) for each, name, span in spans if isinstance(span, int) and span > tokens]
+        for each, name, _ in cut:
+            setattr(each, name, tokens)
         try:
             yield
         finally:
-            for each, window in cut:
-                each.sliding_window = window
+            for each, name, span in cut:
+                setattr(each, name, span)
 
     def eager(self, token_ids: Tensor) -> Tensor:
         """Return the logits [T, vocab] of the tokens [T] of one request, computed by transformers alone."""

@@ -20,7 +20,7 @@ from engine.errors import ModelLoadError, first_line
 from engine.models.attention import Manner
 from engine.models.packing import packing_from_config
 from engine.models.rope import scaled_positions, switch_of_angles
-from engine.models.spec import TEXT_OF, ModelShape, dtype_name, eos_tokens, from_configs, text_notes
+from engine.models.spec import TEXT_OF, ModelShape, dtype_name, eos_tokens, from_configs, library_config, text_notes
 from engine.models.transformers_calls import (
     ATTENTION,
     STATES,
@@ -100,7 +100,7 @@ def config_of(folder: Path, raw: Mapping[str, Any]) -> Any:
         raise ModelLoadError(f"model type {named!r}{own} (transformers {transformers.__version__})")
     with quiet():
         try:
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            config = library_config(folder)
         except Exception as error:  # configs raise various types
             raise ModelLoadError(f"config.json: {first_line(error)}") from None
     if TEXT_OF in raw:
@@ -150,7 +150,7 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
     widest = max(each.kv_heads * max(each.widths) for each in seen)
     if kv_heads * width < widest:
         kv_heads, width = 1, widest
-    windows = [each.manner.window for each in seen]
+    windows = [each.manner.window or each.manner.chunk for each in seen]
     return TransformersShape(
         hidden_size=int(getattr(config, "hidden_size", width * seen[0].heads)),
         num_layers=len(seen),
@@ -198,7 +198,7 @@ def _context_limit(config: Any, seen: list[Seen], harmless: set[str]) -> tuple[i
             if kind != "dynamic":
                 original = int(rope.get("original_max_position_embeddings") or original)
             limits.append((original, switch_of_angles(kind, original)))
-    windows = {each.manner.window for each in seen}
+    windows = {abs(each.manner.reach) for each in seen}
     types = getattr(config, "layer_types", None) or ()
     hidden = any(
         kind == "sliding_attention" and each.manner.window is None for kind, each in zip(types, seen, strict=False)

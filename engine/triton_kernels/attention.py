@@ -84,6 +84,12 @@ def with_sink(acc, peak, total, sink):
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr):
+    """Return the first token that a query at `position` sees by `Manner.reach`, which is not 0."""
+    return position // -WINDOW * -WINDOW if WINDOW < 0 else tl.maximum(position + 1 - WINDOW, 0)
+
+
+@triton.jit
 def attend_split(
     q, pool, k_row, v_row, head, begin, end, oldest, layer, scratch_base, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -111,7 +117,7 @@ def attend_split(
             values_in_block = (tokens % BLOCK_SIZE) * ROW + head * VALUE_DIM
         k_at, v_at = slice_starts(k_entries, v_entries, layer, scratch_base, SLICE, PAIR)
         seen = tokens < end
-        if WINDOW > 0:
+        if WINDOW != 0:
             seen = seen & (tokens >= oldest)
         mask = seen[:, None] & inside
         value_mask = mask
@@ -231,9 +237,9 @@ def split_kernel(
     end = tl.load(items + item * 4 + 3)
     splits = tl.load(ranges + request * 4 + 1)
     oldest = 0
-    if WINDOW > 0:  # the context ends with its last split; splits before the window are empty
+    if WINDOW != 0:  # the context ends with its last split; splits before the window are empty
         last = (tl.load(ranges + request * 4) + splits - 1).to(tl.int64)
-        oldest = tl.maximum(tl.load(items + last * 4 + 3) - WINDOW, 0)
+        oldest = first_seen(tl.load(items + last * 4 + 3) - 1, WINDOW)
         begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
     group = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -246,7 +252,7 @@ def split_kernel(
         BLOCK_SIZE, KV_HEADS, HEAD_DIM, VALUE_DIM, ROW, SLICE, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, WINDOW, SOFTCAP,
         PAIR,
     )  # fmt: skip
-    if WINDOW > 0:  # an empty split has no weight in the merge and must not be NaN
+    if WINDOW != 0:  # an empty split has no weight in the merge and must not be NaN
         peak = tl.where(total == 0.0, _NOTHING, peak)
         total = tl.where(total == 0.0, 1.0, total)
     if SINKS:  # a split context adds its sink once, in the merge
@@ -312,7 +318,7 @@ def decode_attention(
         scratch_base, scale_of(manner, head_dim), BLOCK_SIZE=block_size, KV_HEADS=kv_heads, GROUP=group,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, ROW=cells.stride(1), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=block_v, BLOCK_S=configs.merged_splits(block_g * block_v),
-        BLOCK_G=block_g, SLICE=cells.stride(0), WINDOW=manner.window or 0, SOFTCAP=manner.softcap or 0.0,
+        BLOCK_G=block_g, SLICE=cells.stride(0), WINDOW=manner.reach, SOFTCAP=manner.softcap or 0.0,
         SINKS=manner.sinks is not None, PAIR=pair, **config.options,
     )  # fmt: skip
 
@@ -374,8 +380,8 @@ def attend_tiles(
         if MASKED:
             mask = mask & (tokens < last)[:, None]
         near = tokens < last
-        if WINDOW > 0:  # blocks before the window may have been reused by another request
-            near = near & (tokens > tl.min(positions, 0) - WINDOW)
+        if WINDOW != 0:  # blocks before the window may have been reused by another request
+            near = near & (tokens >= first_seen(tl.min(positions, 0), WINDOW))
             mask = mask & near[:, None]
         value_mask = mask
         if VALUE_DIM != HEAD_DIM:
@@ -391,8 +397,8 @@ def attend_tiles(
         scores = capped(scores, SOFTCAP)
         if MASKED:
             seen = tokens[None, :] <= positions[:, None]
-            if WINDOW > 0:
-                seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
+            if WINDOW != 0:
+                seen = seen & (tokens[None, :] >= first_seen(positions, WINDOW)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         weights, peak, total, rescale = online_softmax(scores, peak, total)
         if pool.dtype.element_ty.primitive_bitwidth == 8:
@@ -433,15 +439,15 @@ def prefill_kernel(
     last = position + count
     seen_by_all = (position + 1) // BLOCK_N * BLOCK_N
     k_row, v_row = k_table + row, v_table + row
-    if WINDOW > 0:
-        begin = tl.maximum(begin, tl.maximum(position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N)
+    if WINDOW != 0:
+        begin = tl.maximum(begin, first_seen(position, WINDOW) // BLOCK_N * BLOCK_N)
     tokens = begin + tl.arange(0, BLOCK_N)
     entries = load_pairs(k_row, v_row, tokens, last, BLOCK_SIZE, PAIR)
     pool = layer_base(pool, layer, SLICE, PAIR)
     # A row that attends to no token of its first tile, or of its split, still needs a finite maximum.
     peak = tl.full([BLOCK_M], _NOTHING, tl.float32)
     state = (tl.zeros([BLOCK_M, BLOCK_V], tl.float32), peak, tl.zeros([BLOCK_M], tl.float32))
-    if WINDOW > 0:  # mask both edges in every tile: there are few tiles
+    if WINDOW != 0:  # mask both edges in every tile: there are few tiles
         seen_by_all = begin
     else:
         seen_by_all = tl.minimum(tl.maximum(seen_by_all, begin), end)
@@ -546,7 +552,7 @@ def prefill_attention(
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, ROW=cells.stride(1),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, **config.options,
         BLOCK_D=configs.next_power_of_two(head_dim), BLOCK_V=block_v, SLICE=cells.stride(0),
-        WINDOW=manner.window or 0, SOFTCAP=manner.softcap or 0.0, SINKS=manner.sinks is not None, PAIR=pair,
+        WINDOW=manner.reach, SOFTCAP=manner.softcap or 0.0, SINKS=manner.sinks is not None, PAIR=pair,
     )  # fmt: skip
     if work.merging:
         merge_kernel[(num_heads, len(work.merges))](

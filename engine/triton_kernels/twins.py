@@ -19,6 +19,7 @@ from engine.models.experts import clamped_swiglu, grouped_product, route_experts
 from engine.models.torch_ops import (
     add_layer_norm,
     add_rms_norm,
+    first_seen,
     gelu_tanh_and_mul,
     silu_and_mul,
     softcap,
@@ -117,11 +118,11 @@ def decode_attention(
 ) -> None:
     """Compute out[i] = softmax(scale * q[i] K^T) V. Shapes as in the kernel's wrapper; scratch is unused."""
     del scratch
-    tables, window = _tables(pool), manner.window
+    tables, reach = _tables(pool), manner.reach
     for index, (row, length) in enumerate(work.requests.tolist()[: len(q)]):
         if not length:
             continue
-        first = max(0, length - window) if window else 0
+        first = max(0, first_seen(length - 1, reach)) if reach else 0
         k, v = _gather(pool, [table[row] for table in tables], first, length, layer, out.shape[2])
         out[index] = _attend(q[index, None], k, v, manner)[0].to(out.dtype)
 
@@ -138,15 +139,15 @@ def prefill_attention(
 ) -> None:
     """Compute causal attention of the tokens of every chunk. Shapes as in the kernel's wrapper; scratch is unused."""
     del scratch
-    tables, window = _tables(pool), manner.window
+    tables, reach = _tables(pool), manner.reach
     for row, first, length, position in work.chunks.tolist():
-        oldest, end = max(0, position + 1 - window) if window else 0, position + length
+        oldest, end = max(0, first_seen(position, reach)) if reach else 0, position + length
         k, v = _gather(pool, [table[row] for table in tables], oldest, end, layer, out.shape[2])
         keys = torch.arange(oldest, end, device=q.device)
         for begin in range(0, length, _QUERIES):
             some = slice(first + begin, first + min(begin + _QUERIES, length))
             at = torch.arange(position + begin, position + begin + len(q[some]), device=q.device)[:, None]
-            seen = (keys <= at) & (keys > at - window) if window else keys <= at
+            seen = (keys <= at) & (keys >= first_seen(at, reach)) if reach else keys <= at
             out[some] = _attend(q[some], k, v, manner, seen).to(out.dtype)
 
 

@@ -35,7 +35,7 @@ from engine.limits import Limits
 from engine.models.attention import PLAIN, HeadProjection, Manner, manners_of
 from engine.models.decoder import Attend, Decoder
 from engine.models.lora import Adapters, Delta, Site
-from engine.models.torch_ops import Rotary
+from engine.models.torch_ops import Rotary, first_seen
 from engine.models.weights import LayerSource, LayerWeights
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class _Group:
         slices: [layers, n * 2 * blocks], the K slices of each chunk followed by its V slices, so that threads that
             divide the chunks find gathered data in their own caches.
         positions: [n, queries].
-        biases: [n, 1, queries, keys] of 0 or -inf by window (None: no window), created on demand.
+        biases: [n, 1, queries, keys] of 0 or -inf by `Manner.reach`, created on demand.
     """
 
     first: int
@@ -76,7 +76,7 @@ class _Group:
     num_keys: int
     slices: Tensor
     positions: Tensor
-    biases: dict[int | None, Tensor] = field(default_factory=dict)
+    biases: dict[int, Tensor] = field(default_factory=dict)
 
 
 def arrange(chunks: IntArray, rows: RowTable, cell_bytes: int) -> ChunkGroups:
@@ -142,12 +142,12 @@ class PagedAttention:
         cells = gathered.view(len(group.positions), 2, group.num_keys, -1)
         keys, values = (_heads_of(cells[:, index], x.shape[1:]) for index, x in enumerate((k, v)))
         attend = _attend_decodes if group.queries == 1 else _attend_chunk
-        return attend(q[group.first : group.last], keys, values, self._bias(group, manner.window), manner)
+        return attend(q[group.first : group.last], keys, values, self._bias(group, manner.reach), manner)
 
-    def _bias(self, group: _Group, window: int | None) -> Tensor:
-        if window not in group.biases:
-            group.biases[window] = _bias(self._pool, group, window)
-        return group.biases[window]
+    def _bias(self, group: _Group, reach: int) -> Tensor:
+        if reach not in group.biases:
+            group.biases[reach] = _bias(self._pool, group, reach)
+        return group.biases[reach]
 
 
 def _heads_of(cells: Tensor, shape: torch.Size) -> Tensor:
@@ -216,13 +216,13 @@ def _plan_group(pool: UnitPool, rows: RowTable, layout: Layout, first: int, last
     )
 
 
-def _bias(pool: UnitPool, group: _Group, window: int | None) -> Tensor:
-    """Return [n, 1, queries, keys] with -inf where the key comes after the query or before its window."""
+def _bias(pool: UnitPool, group: _Group, reach: int) -> Tensor:
+    """Return [n, 1, queries, keys] with -inf where the key comes after the query or before its window or chunk."""
     query = group.positions[:, None, :, None]
     keys = torch.arange(group.num_keys, device=pool.device)
     unseen = keys > query
-    if window is not None:
-        unseen |= keys <= query - window
+    if reach:
+        unseen |= keys < first_seen(query, reach)
     return torch.zeros(unseen.shape, dtype=pool.dtype, device=pool.device).masked_fill_(unseen, float("-inf"))
 
 

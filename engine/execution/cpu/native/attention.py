@@ -96,7 +96,7 @@ class _HeadsTape:
 
     def attend(self, step: TapeStep, layer: int, parts: tuple[Tensor, Tensor, Tensor], manner: Manner) -> Tensor:
         """See NativeAttention."""
-        what = (layer, manner.window, manner.softcap, None if manner.sinks is None else id(manner.sinks))
+        what = (layer, manner.reach, manner.softcap, None if manner.sinks is None else id(manner.sinks))
         place = self._places.get(what)
         if place is None:
             place = self._places[what] = len(self._ops)
@@ -123,7 +123,7 @@ class _HeadsTape:
         rows, out = self._rows.data_ptr(), self._gathered.data_ptr()
         in_stride, out_stride = self._rows.stride(0), self._gathered.stride(0)
         attend = Op(kind=Kind.ATTEND, layer=layer, input=rows, in_stride=in_stride, out=out, out_stride=out_stride)
-        attend.n, attend.softcap, attend.other = manner.window or 0, manner.softcap or 0.0, sinks
+        attend.n, attend.softcap, attend.other = manner.reach, manner.softcap or 0.0, sinks
         return [
             Op(kind=Kind.ROPE_KV, layer=layer, out=rows, out_stride=in_stride),  # no rotation: only writes cells
             attend,

@@ -47,7 +47,8 @@ struct tm_shape {
 //                as many rows as make a multiple of 32 must be readable
 //   ROPE_KV      norms (weight [heads + kv_heads, head_dim] or NULL) and rotates q and k of `out` in place by the angles in
 //                `in` (NULL: not at all), halves against each other; writes k and v to the pool
-//   ATTEND       q of in -> out [tokens, heads * value_dim]; n: a query sees itself and the n - 1 tokens before it, 0: all.
+//   ATTEND       q of in -> out [tokens, heads * value_dim]; n: a query sees itself and the n - 1 tokens before it, 0: all,
+//                n < 0: the tokens before it from the last multiple of -n on.
 //                `softcap` c, if not 0: a score s becomes c * tanh(s / c). `other`: sinks, float [heads], or NULL: a score of
 //                each head that takes part in the softmax and has no value. MERGE joins the parts of contexts that were
 //                split, and takes the same sinks: they are of whole contexts, not of parts

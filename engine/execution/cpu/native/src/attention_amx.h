@@ -13,7 +13,7 @@ template <class C> struct AmxAttention {
 
     // What is known of 32 columns so far. `out` [value_dim][32] lies behind it.
     struct Columns {
-        float score[KEYS][COLUMNS], top[COLUMNS], total[COLUMNS], last_key[COLUMNS];
+        float score[KEYS][COLUMNS], top[COLUMNS], total[COLUMNS], first_key[COLUMNS], last_key[COLUMNS];
         uint32_t share[2][KEYS / 32][16][16];
     };
 
@@ -42,6 +42,7 @@ template <class C> struct AmxAttention {
             const int64_t column = least(first_column + c, count - 1), query = piece.query + column / group;
             const int64_t head = piece.kv_head * group + column % group;
             from[c] = (const bf16 *)op.in + (chunk.first + query) * op.in_stride + head * dim;
+            room.columns->first_key[c] = float(first_seen(op, chunk.start + query));
             room.columns->last_key[c] = float(chunk.start + query);
             room.columns->top[c] = LOWEST, room.columns->total[c] = 0;
         }
@@ -103,11 +104,11 @@ template <class C> struct AmxAttention {
     // Scores of 16 columns become shares; what they have gathered shrinks to the new maximum.
     static void weigh(const tm_op &op, Columns &c, int64_t half, int64_t key, int64_t keys, int64_t begin, int64_t first, int64_t end, Vec scale, float *out, int64_t dim) {
         const int64_t at = half * 16;
-        const Vec last = load(c.last_key + at), before = load(c.top + at);
+        const Vec earliest = load(c.first_key + at), last = load(c.last_key + at), before = load(c.top + at);
         for (int64_t i = 0; op.softcap > 0 && i < keys; i++) store(&c.score[i][at], capped(mul(load(&c.score[i][at]), scale), op.softcap));
         if (op.softcap > 0) scale = set(1.f);
         for (int64_t i = 0; i < least(keys, first_seen(op, end - 1) - key); i++)
-            _mm512_mask_storeu_ps(&c.score[i][at], _mm512_cmp_ps_mask(_mm512_set1_ps(float(key + i + op.n)), last.v, _CMP_LE_OQ), _mm512_set1_ps(-INFINITY));
+            _mm512_mask_storeu_ps(&c.score[i][at], _mm512_cmp_ps_mask(_mm512_set1_ps(float(key + i)), earliest.v, _CMP_LT_OQ), _mm512_set1_ps(-INFINITY));
         for (int64_t i = most(first + 1 - key, 0); i < keys; i++)
             _mm512_mask_storeu_ps(&c.score[i][at], _mm512_cmp_ps_mask(_mm512_set1_ps(float(key + i)), last.v, _CMP_GT_OQ), _mm512_set1_ps(-INFINITY));
         Vec high = before;

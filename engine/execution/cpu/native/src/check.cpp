@@ -72,7 +72,7 @@ std::string check_op(const tm_op &op, const tm_shape &s) {
         case TM_ROPE_KV: return op.out && op.out_stride >= width ? "" : "rope: out or its stride";
         case TM_ATTEND:
             if (!(op.softcap >= 0)) return "attention: a softcap below zero";
-            return op.in && op.out && op.n >= 0 && op.in_stride >= width && op.out_stride >= gathered ? "" : "attention: a pointer or stride";
+            return op.in && op.out && op.n > -LARGEST && op.in_stride >= width && op.out_stride >= gathered ? "" : "attention: a pointer or stride";
         case TM_MERGE: return op.out && op.out_stride >= gathered ? "" : "merge: out or its stride";
         case TM_BEST: return "";
         default: return "unknown operation";

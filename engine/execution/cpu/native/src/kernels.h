@@ -29,8 +29,10 @@ inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The first token that a query at `position` sees of its context, by the window of its layer.
-inline int64_t first_seen(const tm_op &op, int64_t position) { return op.n ? most(0, position + 1 - op.n) : 0; }
+// The first token that a query at `position` sees of its context, by the window (n > 0) or the chunks (n < 0) of its layer.
+inline int64_t first_seen(const tm_op &op, int64_t position) {
+    return op.n > 0 ? most(0, position + 1 - op.n) : op.n < 0 ? position - position % -op.n : 0;
+}
 
 inline int64_t int8_panel_bytes(int64_t k) { return INT8_HEAD + round_up(k, K_STEP) * PANEL; }
 
