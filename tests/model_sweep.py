@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ import tiny_transformers
 import torch
 from driver import Driver, make_request
 from tiny_models import generated, prompts_of
+from tiny_wrappers import WRAPPERS, causal, wrapper
 
 from engine.build import build_runner, plan_launch
 from engine.config import EngineConfig
@@ -49,9 +50,9 @@ checkpoint in float32 with `--model-impl transformers` on a CPU.
 - **CPU**: native kernels compute linear layers, the experts of mixtures and attention; all else runs as modules.
 - **GPU**: attention uses the Triton kernels if heads have 16 to 256 elements in multiples of 16 bytes, without CUDA
   graphs. Native layers with CUDA graphs run `qwen3_moe`, `mixtral` and (not tried on a device yet) `gpt_oss` in
-  bfloat16, unless `--lora`, `--quantization`, `--offload-weights` or `--overload` is set.
-- **Multimodal wrappers**: the text part is served, and requests with images are refused. Tiny Gemma 3 and 4, Mistral 3,
-  Ministral 3 and Qwen 3.5 give the text answers of the whole model (`tests/test_wrappers.py`).
+  16 bits, unless `--lora`, `--quantization`, `--offload-weights` or `--overload` is set.
+- **Multimodal wrappers**: the text part is served, and requests with images are refused. Tiny Gemma 3 and 4, Llama 4,
+  Mistral 3, Ministral 3 and Qwen 3.5 give the text answers of the whole model (`tests/test_wrappers.py`).
 - **Cache**: `--kv-cache-dtype int8` is refused. If keys and values have different widths (DeepSeek-V2/V3), cells
   have the larger one.
 - **Raw prompts** (`/v1/completions`, `/v1/embeddings`) get the special tokens that tokenizer.json adds.
@@ -93,6 +94,9 @@ class Finding:
 
 def examine(model_type: str, folder: Path) -> Finding:
     """Create a tiny checkpoint in `folder` and run it."""
+    if model_type in WRAPPERS:
+        found = _run(model_type, folder, causal(wrapper(model_type, folder)))
+        return replace(found, detail="; ".join(filter(None, ("text part", found.detail))))
     try:
         tiny_transformers.save_config(model_type, folder)
         plan_launch(_config(folder))

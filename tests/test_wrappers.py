@@ -13,6 +13,7 @@ from test_cuda_runner import driver_of
 from test_runner import crowd, run_in_waves
 from test_transformers_model import make_driver as make_modules_driver
 from tiny_models import prompts_of
+from tiny_wrappers import logits_of, tokens_of, wrapper
 
 from engine.build.plan import plan_launch
 from engine.build.runner import build_runner
@@ -25,62 +26,6 @@ from engine.models.spec import load_spec
 from engine.models.stored_tensors import text_names
 from engine.models.transformers_model import load_model
 from engine.models.transformers_shape import TransformersShape
-
-TEXT = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 128, "pad_token_id": 0,
-}  # fmt: skip
-VISION = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14,
-}  # fmt: skip
-
-
-def wrapper(name: str, folder: Path, **text: Any) -> Any:
-    """Save a tiny random wrapper, and return its text part in transformers."""
-    import transformers
-
-    inner = {"gemma3": "gemma3_text", "mistral3": "mistral", "gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text",
-             "llama4": "llama4_text"}  # fmt: skip
-    own: dict[str, Any] = {
-        "gemma3": {"sliding_window": 16},
-        "qwen3_5": {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-                    "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-        "llama4": {"num_hidden_layers": 4, "intermediate_size_mlp": 48, "num_local_experts": 4,
-                   "interleave_moe_layer_step": 2, "attention_chunk_size": 24, "floor_scale": 16, "attn_scale": 0.5,
-                   "eos_token_id": None},
-    }  # fmt: skip
-    title = "".join(part.capitalize() for part in re.split("_(?=[a-z])", name))
-    other = {
-        "qwen3_5": {"out_hidden_size": 32, "depth": 1, "num_heads": 2},
-        "llama4": {"intermediate_size": 64, "vision_output_dim": 32, "projector_input_dim": 32,
-                   "projector_output_dim": 32},
-    }  # fmt: skip
-    vision = {**VISION, **other.get(name, {})}
-    kind = {"model_type": inner[name], **own.get(name, {})}
-    config_of, model_of = (getattr(transformers, f"{title}{end}") for end in ("Config", "ForConditionalGeneration"))
-    config = config_of(text_config={**TEXT, **kind, **text}, vision_config=vision)
-    torch.manual_seed(3)
-    with torch.device("cpu"):
-        model = model_of(config).eval()
-    model.save_pretrained(folder, max_shard_size="50KB" if name == "llama4" else "1GB")
-    return model
-
-
-def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits [T, vocabulary] of the whole wrapper for a text."""
-    seen = torch.ones(1, len(ids))
-    with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=ids[None], attention_mask=seen, use_cache=False).logits
-    return logits[0]
-
-
-def tokens_of(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Return the greedy answer of the whole wrapper to a text."""
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(int(logits_of(model, torch.tensor(ids))[-1].argmax()))
-    return ids[len(prompt) :]
 
 
 def relayout(folder: Path, pattern: str, replacement: str) -> None:
@@ -133,10 +78,6 @@ def test_llama_4_attends_in_chunks_of_positions(tmp_path: Path) -> None:
     """As published: files with an index, layers without the names of their types, and a number for a flag; prompts and
     answers within a chunk, across its end, and in the third chunk."""
     model = wrapper("llama4", tmp_path)
-    with torch.no_grad():
-        for parameter in model.language_model.parameters():  # of random weights, answers that tell positions apart
-            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
-    model.save_pretrained(tmp_path, max_shard_size="50KB")
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     del config["text_config"]["layer_types"]
