@@ -67,11 +67,28 @@ def test_right_operators_pass_the_check_and_wrong_ones_do_not() -> None:
     assert check(CPU, blocks=Blocks()).startswith("raised "), "this device has no such operator"
     assert check(CPU, tiles=Tiles()).startswith("raised ")
     lost = Tiles(lambda pairs, inner: pack(pairs & 7, inner), multiply)
-    assert check(CPU, tiles=lost) == "values are lost in tiles of 4 bits"
+    assert check(CPU, tiles=lost) == "values are lost in tiles of 4 bits (256 x 512)"
     without_zeros = Tiles(pack, lambda x, tiles, group, both: multiply(x, tiles, group, both * torch.tensor([1, 0])))
     assert check(CPU, tiles=without_zeros).startswith("differs from unpacked weights by ")
     turned = Blocks(BY_TORCH, lambda rows, by, values, scales: scaled_product(rows, by, values, scales.flip(0)))
     assert check(CPU, blocks=turned).startswith("differs")
+
+
+def test_products_are_tried_at_the_shapes_of_the_plan() -> None:
+    """Some fail only there; shapes that an operator does not take are unpacked."""
+
+    def raises(rows: Tensor, by: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+        if values.shape == (384, 128):
+            raise RuntimeError("no algorithm\nfor this")
+        return scaled_product(rows, by, values, scales)
+
+    shapes = [(200, 130), (128, 384), (384, 128)]
+    assert check(CPU, shapes=shapes[:2], blocks=Blocks(BY_TORCH, raises)) == ""
+    fault = "raised RuntimeError: no algorithm (384 x 128)"
+    assert check(CPU, shapes=shapes, blocks=Blocks(BY_TORCH, raises)) == fault
+    groups = Tiles(pack, lambda x, tiles, group, both: multiply(x, tiles, 64, both))  # of two sizes it takes one
+    assert check(CPU, shapes=shapes, group=64, tiles=groups) == ""
+    assert "(256 x 512)" in check(CPU, shapes=shapes, group=32, tiles=groups)
 
 
 def loaded(folder: Path, make: MakeLinear) -> tuple[ModelWeights, ModelWeights]:

@@ -377,7 +377,12 @@ def test_elsewhere_stored_floats_are_unpacked_and_a_line_says_why(gpu, tmp_path:
 def test_a_product_that_the_device_refuses_is_named_and_its_weights_are_unpacked(
     gpu, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: Tensor) -> Tensor:
+    """One that fails at a shape of the model alone, too."""
+    right = compact._as_floats
+
+    def refused(rows: Tensor, scales: Tensor, values: Tensor, by_output: Tensor) -> Tensor:
+        if values.shape == (256, 512):
+            return right(rows, scales, values, by_output)
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling cublasLtMatmul")
 
     gpu((12, 0))
@@ -389,7 +394,10 @@ def test_a_product_that_the_device_refuses_is_named_and_its_weights_are_unpacked
     monkeypatch.setattr(compact, "_as_floats", refused)
     plan, make = CudaBackend().prepare(config, plan, lines.append)
     assert lines == list(plan.faults)
-    assert "the product of 8-bit floats raised RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED; each call" in lines[0]
+    named = (
+        f"raised RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED ({' x '.join(map(str, plan.own.matrices[0]))}); each call"
+    )
+    assert f"the product of 8-bit floats {named}" in lines[0]
     weight, x = (torch.randn(32, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (1, 2))
     monkeypatch.undo()
     assert torch.allclose(make(weight)(x), make_float8(weight)(x), atol=0.05, rtol=0.02)

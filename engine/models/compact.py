@@ -14,9 +14,9 @@ bfloat16, and both sides of a weight must be multiples of 16. On other devices t
 as float32: a twin for tests and for measuring the loss of quality, not for speed. Nothing synchronises with the device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -173,6 +173,7 @@ _ROW_MULTIPLE = 4
 _OUTPUTS, _DEPTH = 8, 16  # of a tile: outputs, and inputs per inner tile
 BLOCK = 128
 """Outputs and inputs of a block that a product takes."""
+_SAMPLE, _MANY_ROWS = (256, 512), 300
 _ROUNDED_TOLERANCE = 0.1  # where both sides are rounded to 3 bits of mantissa: 0.036 for random numbers
 TOLERANCE = 3e-2
 """Largest error of a product, relative to the root mean square of the results."""
@@ -384,37 +385,54 @@ def make_compact(
 def check(
     device: torch.device,
     *,
+    shapes: Iterable[tuple[int, int]] = (),
+    group: int = 0,
     tiles: Tiles | None = None,
     blocks: Blocks | None = None,
     make: Callable[[Tensor], Linear] | None = None,
 ) -> str:
     """Return how the products on this device differ from those of unpacked weights, one line; empty if they agree.
 
-    `make` makes a layer of 8-bit floats, whose inputs are rounded as well.
+    `shapes`: outputs and inputs of the weights that will be multiplied, besides a small one. `group`: as of
+    `group_of`. `make` makes a layer of 8-bit floats, whose inputs are rounded as well.
     """
-    numbers = torch.Generator().manual_seed(0)
-    try:
-        dense, x = (torch.randn(size, 512, generator=numbers).bfloat16().to(device) for size in (256, FEW_ROWS))
-        batches = [x[:1], x[:3], x]  # libraries have other rules for one row and for odd numbers of rows
-        if tiles is not None:
-            packed = pack_weight(dense, 64)
-            weight = tiles.weight_of(packed)
-            assert weight is not None, "tiles divide this weight"
-            if not torch.equal(pack_values(weight.values()), packed.values):
-                return "values are lost in tiles of 4 bits"
-            if not torch.equal(tiles.unpacked(weight), weight.unpacked()):
-                return "unpacks other values"
-            error = max(error_of(tiles.product(weight, each), each, packed.unpacked()) for each in batches)
-        elif make is not None:
-            error = max(error_of(make(dense)(each), each, dense) for each in batches)
-            return "" if error <= _ROUNDED_TOLERANCE else f"differs from unpacked weights by {error:.2g}"
-        else:
-            assert blocks is not None, "nothing to compare"
-            block = block_weight(dense)
-            error = max(error_of(blocks.product(block, each), each, block.unpacked()) for each in batches)
-    except Exception as raised:  # of torch, its libraries, or the driver
-        return f"raised {type(raised).__name__}: {str(raised).strip().partition(chr(10))[0][:200]}"
-    return "" if error <= TOLERANCE else f"differs from unpacked weights by {error:.2g}"
+    for n, k in dict.fromkeys((_SAMPLE, *shapes)):
+        try:
+            numbers = torch.Generator(device).manual_seed(0)
+            dense, x = (
+                torch.randn(size, k, generator=numbers, device=device, dtype=torch.bfloat16) for size in (n, _MANY_ROWS)
+            )
+            if tiles is not None:
+                fault = _fault_of_tiles(tiles, dense, x[:FEW_ROWS], group_of(k, group))
+            elif make is not None:
+                fault = _fault(make(dense), x, dense, _ROUNDED_TOLERANCE)
+            else:
+                assert blocks is not None, "nothing to compare"
+                block = None if n % BLOCK or k % BLOCK else block_weight(dense)
+                fault = "" if block is None else _fault(partial(blocks.product, block), x, block.unpacked(), TOLERANCE)
+        except Exception as raised:  # of torch, its libraries, or the driver
+            fault = f"raised {type(raised).__name__}: {str(raised).strip().partition(chr(10))[0][:200]}"
+        if fault:
+            return f"{fault} ({n} x {k})"
+    return ""
+
+
+def _fault_of_tiles(tiles: Tiles, dense: Tensor, x: Tensor, group: int | None) -> str:
+    """Return the fault of tiles; empty without one, or if they do not divide the weight."""
+    packed = None if group is None else pack_weight(dense, group)
+    if packed is None or (weight := tiles.weight_of(packed)) is None:
+        return ""
+    if not torch.equal(pack_values(weight.values()), packed.values):
+        return "values are lost in tiles of 4 bits"
+    if not torch.equal(tiles.unpacked(weight), weight.unpacked()):
+        return "unpacks other values"
+    return _fault(partial(tiles.product, weight), x, packed.unpacked(), TOLERANCE)
+
+
+def _fault(product: Callable[[Tensor], Tensor], x: Tensor, dense: Tensor, allowed: float) -> str:
+    """Compare products of some rows: libraries have other rules for one row and for odd numbers of rows."""
+    error = max(error_of(product(x[:rows]), x[:rows], dense) for rows in (1, 3, FEW_ROWS, len(x)))
+    return "" if error <= allowed else f"differs from unpacked weights by {error:.2g}"
 
 
 def block_weight(weight: Tensor) -> BlockWeight:

@@ -216,7 +216,8 @@ class CudaBackend(Backend):
         if plan.quantization in COMPACT:
             return _compact(config, plan, say)
         make = float8_layers(keeps_floats=plan.quantization == STORED_FLOATS, by_kernels=plan.by_kernels)
-        if not (fault := check(torch.device(plan.device), make=partial(make, keeps_floats=False))):
+        fault = check(torch.device(plan.device), shapes=_shapes(plan), make=partial(make, keeps_floats=False))
+        if not fault:
             return plan, make
         line = f"the product of 8-bit floats {fault}; each call unpacks the weights, which is slower"
         say(line)
@@ -309,6 +310,11 @@ class CudaBackend(Backend):
         return PipelineRunner(runner, load)
 
 
+def _shapes(plan: LaunchPlan) -> list[tuple[int, int]]:
+    """Return outputs and inputs of the matrices of a layer in few bits."""
+    return [(n, k) for n, k, _ in memory.stored_shapes(plan.own, library=False)]
+
+
 def _compact(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None]) -> tuple[LaunchPlan, MakeLinear]:
     """Return the plan, and a maker of layers on the stored bits whose operators have been compared on this device."""
     rounding = _rounding(by_kernels=plan.by_kernels)
@@ -320,7 +326,12 @@ def _compact(config: EngineConfig, plan: LaunchPlan, say: Callable[[str], None])
         unpack = importlib.import_module("engine.triton_kernels.norms").unpack_tiles
     tiles = {"tiles": Tiles(unpack=unpack)}
     given: dict[str, Any] = {"blocks": Blocks(rounding)} if plan.quantization == BLOCKS else tiles
-    if fault := check(torch.device(plan.device), **given) if plan.by_kernels else "is not used (--kernels torch)":
+    fault = "is not used (--kernels torch)"
+    if plan.by_kernels:
+        packing = plan.spec.packing
+        scaled = group or (packing.block[1] if packing is not None and packing.nibbles else 0)
+        fault = check(torch.device(plan.device), shapes=_shapes(plan), group=scaled, **given)
+    if fault:
         line = f"the product of {plan.quantization} layers {fault}; each call unpacks their weights"
         say(line)
         plan, given = replace(plan, faults=(*plan.faults, line)), {}
