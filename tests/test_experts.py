@@ -59,10 +59,12 @@ def test_layers_with_experts_equal_transformers(name: str, tmp_path: Path) -> No
 
 
 @pytest.fixture
-def meta_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModelSpec]:
-    """The spec of a family whose tensors on the dry device are of bfloat16, as grouped products need them."""
-    fetch = MetaTensors.fetch
-    monkeypatch.setattr(MetaTensors, "fetch", lambda *given: fetch(*given).bfloat16())
+def meta_of(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], ModelSpec]:
+    """The spec of a family whose tensors on the dry device are of bfloat16, or of the type that the test names."""
+    fetch, dtype = MetaTensors.fetch, getattr(request, "param", torch.bfloat16)
+    monkeypatch.setattr(MetaTensors, "fetch", lambda *given: fetch(*given).to(dtype))
 
     def make(name: str) -> ModelSpec:
         tiny_transformers.save_config(name, tmp_path)
@@ -94,6 +96,12 @@ def test_no_step_with_experts_waits_for_the_device(name: str, arch: int, meta_of
                 make_runner(spec, kernels=by_torch)  # no capture may wait
             with pytest.raises(WouldWaitError, match="offsets of groups"):
                 counts_of(dry, make_runner(spec, graphs=False, kernels=by_torch), "greedy")
+
+
+@pytest.mark.parametrize("meta_of", [torch.float16], indirect=True)
+def test_experts_of_float16_are_multiplied_by_our_kernel(meta_of: Callable[[str], ModelSpec]) -> None:
+    layer, _ = launches_of(meta_of("mixtral"), 2, 90)
+    assert layer.count("grouped_product_kernel") == 2 and "_grouped_mm" not in layer
 
 
 @pytest.mark.parametrize(("arch", "most"), [(80, 13), (90, 14), (120, 13)])
@@ -156,8 +164,12 @@ def test_only_plain_engines_of_a_gpu_have_them(name: str, tmp_path: Path, monkey
     usual = EngineConfig(model=str(tmp_path), self_test=False)
     plan = plan_launch(usual)
     assert plan.implementation == "own" and isinstance(plan.spec, ModelSpec) and plan.spec.experts is not None
+    half = plan_launch(replace(usual, dtype="float16"))
+    assert (half.implementation, half.dtype) == ("own", "float16")
+    config.write_text(config.read_text().replace('"bfloat16"', '"float16"'))
+    assert plan_launch(usual).dtype == "float16" and plan_launch(usual).implementation == "own"
     for flag, option in (
-        ("--dtype float16", {"dtype": "float16"}),
+        ("--dtype float32", {"dtype": "float32"}),
         ("--offload-weights", {"offload_weights": "auto"}),
         ("--overload hidden", {"overload": "hidden"}),
     ):

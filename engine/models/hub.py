@@ -249,8 +249,8 @@ def _choose(folder: Path, wish: str, experts: str | None) -> Choice:
         if wish == OWN or not (folder / "config.json").is_file():
             raise
         return Choice(_instead(folder, error), TRANSFORMERS, "no family of ours")
-    if own.experts is not None and (experts is not None or own.dtype != "bfloat16"):
-        why = experts or f"they are of {own.dtype}, not of bfloat16"
+    if own.experts is not None and (experts is not None or own.dtype == "float32"):
+        why = experts or "they are of float32, not of 16 bits"
         if wish == OWN:
             raise ModelLoadError(f"{folder}: own layers with experts cannot run here: {why}; set --model-impl auto")
         return Choice(_foreign(folder), TRANSFORMERS, f"layers with experts are not ours here: {why}")

@@ -123,7 +123,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, tokens: Tensor | No
     Shapes: x [R, in], or [T, in] of which row i is `tokens [R]`[i], rows contiguous; weight [experts, out, in],
     contiguous, of the same type; ends [experts] int32, the ends of the groups in [0, R]; tokens int32.
     """
-    if configs.groups_by_torch(x.device):
+    if configs.groups_by_torch(x.device) and x.dtype == torch.bfloat16:
         return twin.grouped_product(x, weight, ends, tokens)
     rows, (experts, outputs, inputs) = len(x if tokens is None else tokens), weight.shape
     assert x.shape[1] == inputs and x.stride(1) == 1 and x.dtype == weight.dtype, f"x: [R, {inputs}] of {weight.dtype}"

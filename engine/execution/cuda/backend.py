@@ -112,7 +112,7 @@ class CudaBackend(Backend):
         """See Backend. Features that adapt, stream or release the matrices of a layer know MLPs only."""
         flags = {
             f"--quantization {config.quantization}": config.quantization != "none",
-            f"--dtype {config.dtype}": config.dtype not in ("auto", "bfloat16"),
+            f"--dtype {config.dtype}": config.dtype == "float32",
             "--lora": bool(config.lora),
             "--offload-weights": parse_offload(config.offload_weights) is not None,
             f"--overload {config.overload}": config.overload != "recompute",
