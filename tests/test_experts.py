@@ -181,7 +181,7 @@ def test_only_plain_engines_of_a_gpu_have_them(name: str, tmp_path: Path, monkey
         choose(tmp_path, "own")
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral", "llama4_text"])
 def test_modules_get_experts_of_ours(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same results; stacked weights are gone. A module with other results keeps its weights."""
     tiny_transformers.save(name, tmp_path)
@@ -189,13 +189,18 @@ def test_modules_get_experts_of_ours(name: str, tmp_path: Path, monkeypatch: pyt
 
     def loaded() -> tuple[list[Any], torch.Tensor]:
         model = load_model(shape, tmp_path, dtype="float32")
-        mixtures = [each for each in model.module.modules() if hasattr(each, "is_transposed")]
+        mixtures = [
+            each
+            for each in model.module.modules()
+            if hasattr(each, "is_transposed") or type(each).__name__ == "Llama4TextMoe"
+        ]
         return mixtures, model.eager(ids)
 
     with torch.inference_mode():
         mine, found = loaded()
-        assert mine and all(each.replaced and not list(each.parameters()) for each in mine)
-        monkeypatch.setattr(experts._Experts, "equals", lambda *_: False)
+        assert mine and all(each.replaced and not list(getattr(each, "experts", each).parameters()) for each in mine)
+        for kind in (experts._Experts, experts._ScaledExperts):
+            monkeypatch.setattr(kind, "equals", lambda *_: False)
         theirs, expected = loaded()
         assert not any(hasattr(each, "replaced") for each in theirs) and list(theirs[0].parameters())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -8,6 +8,7 @@ Native families on a GPU multiply the stacked weights in one grouped product, of
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -117,25 +118,27 @@ def replace_experts(model: nn.Module, make: MakeLinear) -> None:
     """
     tried: dict[type[nn.Module], bool] = {}
     for module in model.modules():
-        if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
+        is_scaled = type(module).__name__ == "Llama4TextMoe"
+        if not is_scaled and not (hasattr(module, "is_transposed") and hasattr(module, "has_gate")):
             continue
         kind = type(module)
-        experts = _Experts(module, make)
+        experts = _ScaledExperts(module, make) if is_scaled else _Experts(module, make)
         if kind not in tried:
             tried[kind] = experts.equals(module)
             if not tried[kind]:
                 log.warning("%s differs from this engine's experts: transformers runs it, which is slower", kind)
         if tried[kind]:
             for name in experts.stored:
-                delattr(module, name)  # the layers have copies
+                delattr(experts.holder, name)  # the layers have copies
             kept: Any = module
             kept.forward, kept.replaced = partial(experts, module), True
 
 
 class _Experts:
-    """The experts of one module. `stored`: names of the parameters that are not needed afterwards."""
+    """The experts of one module. `stored`: names of the parameters of `holder` that are not needed afterwards."""
 
     def __init__(self, module: Any, make: MakeLinear) -> None:
+        self.holder = module
         self._first = "gate_up_proj" if module.has_gate else "up_proj"
         self.stored: list[str] = []
         self._up = self._layers(module, self._first, make)
@@ -167,9 +170,44 @@ class _Experts:
         x = torch.randn(_ROWS, width, generator=generator).to(weight.dtype)
         chosen = torch.stack([torch.randperm(module.num_experts, generator=generator)[:2] for _ in range(_ROWS)])
         shares = torch.rand(chosen.shape, generator=generator).to(weight.dtype)
-        expected, found = module(x, chosen, shares), self(module, x, chosen, shares)
-        step = torch.finfo(weight.dtype).eps * expected.abs().max()
-        return bool((found - expected).abs().max() <= _ALLOWED * step)
+        return _are_close(self(module, x, chosen, shares), module(x, chosen, shares))
+
+
+class _ScaledExperts(_Experts):
+    """The experts of a module of Llama 4, whose inputs are multiplied by their scores, beside one that all tokens have.
+
+    transformers multiplies every token with every expert.
+    """
+
+    def __init__(self, module: Any, make: MakeLinear) -> None:
+        held = module.experts
+        parts = {"gate_up_proj": held.gate_up_proj, "down_proj": held.down_proj}
+        super().__init__(SimpleNamespace(**parts, is_transposed=True, has_gate=True, has_bias=False), make)
+        self.holder = held
+
+    def __call__(self, module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the sum of all experts [T, H] for hidden states [..., H], and the logits of the router."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        scores, logits = module.router(x)
+        top = logits.topk(module.top_k, dim=1).indices
+        order, counts = top.flatten().argsort(stable=True), torch.bincount(top.flatten(), minlength=len(logits[0]))
+        rows = (
+            x.index_select(0, order // module.top_k) * scores.gather(1, top).flatten().index_select(0, order)[:, None]
+        )
+        gate, up = self._up(rows, counts.tolist()).chunk(2, -1)
+        result = self._down(up * module.experts.act_fn(gate), counts.tolist())
+        return module.shared_expert(x) + _summed(result, order, torch.ones_like(top, dtype=x.dtype)), logits
+
+    def equals(self, module: Any) -> bool:
+        width, generator = self.holder.gate_up_proj.shape[1], torch.Generator().manual_seed(0)
+        x = torch.randn(_ROWS, width, generator=generator).to(self.holder.gate_up_proj.dtype)
+        (expected, _), (found, _) = module(x), self(module, x)
+        return _are_close(found, expected)
+
+
+def _are_close(found: Tensor, expected: Tensor) -> bool:
+    step = torch.finfo(expected.dtype).eps * expected.abs().max()
+    return bool((found - expected).abs().max() <= _ALLOWED * step)
 
 
 def group_of(layers: Sequence[Linear]) -> Group:
