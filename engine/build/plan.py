@@ -323,6 +323,11 @@ def _ways(plan: LaunchPlan, config: EngineConfig, backend: Backend) -> str:
         if plan.quantization == "none" and plan.spec.packing is None and backend.float8_refusal() is None:
             smaller = memory.weight_bytes(plan.spec, torch_dtype("bfloat16"), FLOAT8)
             ways.append(f"set --quantization fp8 ({gib(smaller)})")
+    packing, has_experts = plan.spec.packing, plan.implementation == OWN and plan.own.experts is not None
+    if packing is not None and has_experts and humming.is_missing() and humming.multiplies(packing):
+        kind = NIBBLES if packing.nibbles else SMALL_FLOATS if packing.small_floats else BLOCKS
+        kept = memory.weight_bytes(plan.spec, torch_dtype("bfloat16"), kind, library=True)
+        ways.append(f"install humming-kernels (the extra gpu), which keeps the experts in their bits ({gib(kept)})")
     if config.gpu_memory_utilization < 0.9:
         ways.append("raise --gpu-memory-utilization")
     return ", or ".join(ways)

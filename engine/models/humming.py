@@ -42,7 +42,12 @@ _faults: list[str] = []
 
 def is_usable() -> bool:
     """Return whether the library is installed, and has had no fault in this process."""
-    return not _faults and importlib.util.find_spec("humming") is not None
+    return not _faults and not is_missing()
+
+
+def is_missing() -> bool:
+    """Return whether the library is not installed."""
+    return importlib.util.find_spec("humming") is None
 
 
 def multiplies(packing: Packing) -> bool:
