@@ -434,32 +434,25 @@ async def test_lines_wait_for_an_engine_that_is_not_there(tokenizer: Tokenizer, 
         assert {request.request_class for request in served.engine.requests} == {RequestClass.OFFLINE}
 
 
-async def test_a_step_that_fails_under_a_line_is_an_error_row(tokenizer: Tokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [True, False])
+async def test_lines_that_an_engine_lost_run_again_and_a_failed_step_is_an_error_row(
+    tokenizer: Tokenizer, tmp_path: Path, lost: bool
+) -> None:
+    seen: set[tuple[int, ...]] = set()
+    gone, failed = EngineUnavailableError("The engine stopped.", retry_after=0.01), EngineStepError("The step failed.")
+
     def script(request: EngineRequest) -> Script:
-        fails = tokenizer.decode(request.prompt_token_ids).endswith("0")
-        return Script([5], fail_after=0 if fails else None, error=EngineStepError("The step failed."))
+        prompt = request.prompt_token_ids
+        fails = prompt not in seen if lost else tokenizer.decode(prompt).endswith("0")
+        seen.add(prompt)
+        return Script([5], fail_after=0 if fails else None, error=gone if lost else failed)
 
     async with batch_server(tokenizer, tmp_path, script) as (_, client):
         batch = await until(client, (await submit(client, jsonl([line(i) for i in range(3)]))).id)
         _, errors = await check_ended(client, batch, ["id-0", "id-1", "id-2"])
-        response = errors.pop("id-0")["response"]
-        assert not errors and response["status_code"] == 500
-        assert response["body"]["error"]["code"] == "engine_error"
-
-
-async def test_lines_that_an_engine_lost_run_again(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    seen: set[tuple[int, ...]] = set()
-
-    def script(request: EngineRequest) -> Script:
-        first = request.prompt_token_ids not in seen
-        seen.add(request.prompt_token_ids)
-        gone = EngineUnavailableError("The engine stopped.", retry_after=0.01)
-        return Script([5], fail_after=0 if first else None, error=gone)
-
-    async with batch_server(tokenizer, tmp_path, script) as (_, client):
-        batch = await until(client, (await submit(client, jsonl([line(i) for i in range(5)]))).id)
-        output, _ = await check_ended(client, batch, [f"id-{i}" for i in range(5)])
-        assert len(output) == 5
+        rows = {name: (row["response"]["status_code"], row["response"]["body"]["error"]["code"])
+                for name, row in errors.items()}  # fmt: skip
+        assert rows == ({} if lost else {"id-0": (500, "engine_error")})
 
 
 async def test_online_requests_go_on_beside_a_batch(tokenizer: Tokenizer, tmp_path: Path) -> None:

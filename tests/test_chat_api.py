@@ -12,7 +12,7 @@ from fixtures import StartServer
 from support.http import send
 from support.lazy import openai
 
-from engine.api import EngineRequest, FinishReason, Lane, RequestClass, TokenLogprobs
+from engine.api import EngineRequest, FinishReason, TokenLogprobs
 from engine.errors import EngineUnavailableError, QueueFullError
 from engine.stream import RequestStream
 from engine.text.tokenizer import Tokenizer
@@ -280,21 +280,6 @@ async def test_token_ids_in_the_answer(served: Served, tokenizer: Tokenizer) -> 
     chunks = await chunks_of(served, extra_body={"return_token_ids": True})
     assert [i for chunk in chunks for i in chunk.choices[0].token_ids] == ids
     assert [hasattr(chunk, "prompt_token_ids") for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
-
-
-@pytest.mark.parametrize(("tier", "stated", "expected"), [
-    ("auto", "default", RequestClass.ONLINE),
-    ("default", "default", RequestClass.ONLINE),
-    ("flex", "flex", RequestClass.OFFLINE),
-])  # fmt: skip
-async def test_service_tiers(served: Served, tier: Any, stated: str, expected: RequestClass) -> None:
-    answer = await chat(served, service_tier=tier)
-    assert answer.service_tier == stated and answer.choices[0].message.content == "hello wörld 🙂"
-    assert served.engine.requests[0].request_class is expected
-    assert served.engine.requests[0].lane is Lane.FLEX, "somebody waits"
-    chunks = await chunks_of(served, service_tier=tier)
-    assert chunks[0].service_tier == stated
-    assert not served.engine.requests[1].final_only
 
 
 async def test_roles_parts_and_control_tokens(served: Served, tokenizer: Tokenizer) -> None:

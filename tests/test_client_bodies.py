@@ -10,9 +10,10 @@ from fake_engine import MODEL, FakeEngine, Script, Served, say, serve
 from fixtures import StartServer
 from support.http import post, prompt_of
 from support.lazy import openai
+from test_responses_api import THINKS
 from test_tools import TEMPLATE, TOOLS, TWO, client_of, scripted
 
-from engine.api import RequestClass
+from engine.api import Lane, RequestClass
 from engine.client import SamplingDefaults
 from engine.text.tokenizer import Tokenizer
 
@@ -164,8 +165,7 @@ SWITCHES: list[tuple[dict[str, Any], str | None]] = [
 
 async def test_thinking_switches_of_other_servers(tmp_path: Path) -> None:
     """A switch reaches the template; a budget counts only for models with reasoning."""
-    thinks = TEMPLATE + "{% if false %}</think>{% endif %}"
-    async with scripted(tmp_path / "a", "ok", thinks + "|{{ enable_thinking }}|") as served:
+    async with scripted(tmp_path / "a", "ok", THINKS + "|{{ enable_thinking }}|") as served:
         for fields, value in SWITCHES:
             assert (await prompt(served, [HI], **fields)).endswith(f"|{value}|"), fields
         await prompt(served, [HI], thinking={"type": "enabled", "budget_tokens": 64})
@@ -178,6 +178,38 @@ async def test_thinking_switches_of_other_servers(tmp_path: Path) -> None:
     async with scripted(tmp_path / "b", "ok") as served:
         for fields, _ in SWITCHES:
             await prompt(served, [HI], **fields)
+
+
+@pytest.mark.parametrize(("switch", "known"), [("enable_thinking", True), ("thinking", True), ("other", False)])
+async def test_thinking_is_turned_off_by_a_switch_or_a_budget_of_nothing(
+    tmp_path: Path, switch: str, known: bool
+) -> None:
+    """By the template where it can; a template that knows efforts is told of them."""
+    end = f"{{% if {switch} is defined and not {switch} %}}<think></think>{{% endif %}}"
+    knows = "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
+    off: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": [HI], "reasoning_effort": "none"}),
+        ("/v1/messages", {"messages": [HI], "max_tokens": 9, "thinking": {"type": "disabled"}}),
+        ("/v1/responses", {"input": "hi", "reasoning": {"effort": "none"}}),
+    ]
+
+    def asked(served: Served) -> tuple[str, int | None]:
+        budget = served.engine.requests[-1].sampling.thinking
+        return prompt_of(served).rpartition("assistant\n")[2], budget and budget.tokens
+
+    for template, high in ((TEMPLATE + end, ""), (TEMPLATE + end + knows, "high")):
+        async with scripted(tmp_path / f"_{high}", "Yes", template) as served:
+            await post(served, messages=[HI])
+            assert asked(served) == ("", None)
+            for path, body in off:
+                await post(served, path, **body)
+                tail, budget = asked(served)
+                assert tail.startswith("<think></think>") is known and budget == (None if known else 0), path
+            answer = await post(served, "/v1/responses", input="hi", reasoning={"effort": "xhigh"})
+            assert answer.json()["reasoning"]["effort"] == "xhigh" and asked(served)[0] == high
+            body = {"messages": [HI], "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+            await post(served, "/v1/messages", **body)
+            assert asked(served)[1] == 1024
 
 
 async def test_forms_in_the_places_of_other_servers(tmp_path: Path) -> None:
@@ -270,14 +302,20 @@ async def test_special_tokens_are_shown_on_request(start_server: StartServer, to
     assert texts == ["x", "x", "<|im_start|>x"]
 
 
-async def test_paid_tiers_are_served_as_default(start_server: StartServer) -> None:
+async def test_tiers_and_their_classes(start_server: StartServer) -> None:
+    """Paid tiers are served as default; flex requests run offline, and a stream of one is no batch line."""
     served = await start_server("hello")
     for path, body in (("/v1/chat/completions", {"messages": [HI]}), ("/v1/responses", {"input": "hi"})):
-        for tier, stated in (("priority", "default"), ("scale", "default"), ("flex", "flex")):
+        for tier in ("priority", "scale", "auto", "default", "flex"):
+            stated = "flex" if tier == "flex" else "default"
             answer = await post(served, path, **body, service_tier=tier)
-            assert answer.json()["service_tier"] == stated
-            is_online = served.engine.requests[-1].request_class is RequestClass.ONLINE
-            assert is_online is (stated == "default")
+            assert answer.json()["service_tier"] == stated and "hello" in answer.text
+            request = served.engine.requests[-1]
+            assert (request.request_class is RequestClass.ONLINE) is (stated == "default")
+            assert request.lane is Lane.FLEX, "somebody waits"
+            streamed = await post(served, path, **body, service_tier=tier, stream=True)
+            assert f'"service_tier":"{stated}"' in streamed.text.partition("\n\n")[0]
+            assert not served.engine.requests[-1].final_only
 
 
 async def test_a_request_without_a_model_gets_the_served_one(start_server: StartServer) -> None:

@@ -2,6 +2,7 @@
 with either engine killed at any step. The checking fake runner in real processes."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -135,33 +136,21 @@ def each_step(steps: Sequence[str], *quick: tuple[str, int]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "dies"), each_step(MERGE, ("Attach", 1)))
-async def test_an_engine_killed_on_the_way_into_a_pipeline_costs_time_only(
+@pytest.mark.parametrize(("step", "dies"), [
+    *each_step(MERGE, ("Attach", 1)), *each_step([*SPLIT, "settled"], ("settled", 0), ("Go", 1)),
+])  # fmt: skip
+async def test_an_engine_killed_on_the_way_into_a_pipeline_in_it_or_on_the_way_out_costs_time_only(
     step: str, dies: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
 ) -> None:
     async with fleet_of(tmp_path, "", "", drop=True, policy=undying) as fleet:
         overload = overload_of(fleet)
         asked = await begun(fleet)
-        with killing_before(step, dies, tmp_path):
-            assert not await overload.merge(*fleet._members)
-        await ends_whole(fleet, overload)
-        assert await asked == undisturbed
-        await until_idle(fleet)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("step", "dies"), each_step([*SPLIT, "settled"], ("settled", 0), ("Go", 1)))
-async def test_an_engine_killed_in_a_pipeline_or_on_the_way_out_of_it_costs_time_only(
-    step: str, dies: int, tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]
-) -> None:
-    async with fleet_of(tmp_path, "", "", drop=True, policy=undying) as fleet:
-        overload = overload_of(fleet)
-        asked = await begun(fleet)
-        assert await overload.merge(*fleet._members)
-        (pair,) = overload.pipelines.pairs
+        with killing_before(step, dies, tmp_path) if step in MERGE else contextlib.nullcontext():
+            assert await overload.merge(*fleet._members) is (step not in MERGE)
         if step == "settled":
             await asyncio.to_thread(kill, tmp_path, dies)
-        else:
+        elif step not in MERGE:
+            (pair,) = overload.pipelines.pairs
             with killing_before(step, dies, tmp_path):
                 assert not await overload.pipelines.split(pair)
         await ends_whole(fleet, overload)

@@ -15,11 +15,8 @@ def check(numbers: Sequence[int]) -> None:
     assert not changed, "decisions changed; compare `python tests/golden_steps.py --show N` of both commits"
 
 
-@pytest.mark.cpu_limit(6)
-def test_steps_are_as_recorded() -> None:
-    check(range(0, COUNT, 16))
-
-
-@pytest.mark.slow
-def test_every_step_is_as_recorded() -> None:
-    check(range(COUNT))
+@pytest.mark.parametrize("stride", [
+    pytest.param(16, marks=pytest.mark.cpu_limit(6)), pytest.param(1, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_steps_are_as_recorded(stride: int) -> None:
+    check(range(0, COUNT, stride))

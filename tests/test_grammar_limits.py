@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -351,20 +352,22 @@ async def test_the_death_of_the_prover_is_survived() -> None:
         assert prover.pid not in (None, first)
 
 
-@pytest.mark.parametrize("fault", [OSError(errno.EMFILE, "too many"), OSError(errno.ENOMEM, "no memory")])
-async def test_a_prover_that_cannot_be_started_is_no_fault_of_the_grammar(
-    fault: OSError, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("place", "fault"), [
+    ("asyncio.create_subprocess_exec", OSError(errno.EMFILE, "too many")),
+    ("asyncio.create_subprocess_exec", OSError(errno.ENOMEM, "no memory")),
+    ("engine.structured.ready.start_thread", RuntimeError("can't start new thread")),
+])  # fmt: skip
+async def test_a_refusal_of_the_system_is_no_fault_of_the_grammar(
+    place: str, fault: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with grammars_of(make_compiler()) as grammars:
+    """No process for the prover, or no thread for the compiler."""
+    prover, grammar = (None, small(0)) if "exec" in place else (CountedProver(), regex("a"))
+    async with grammars_of(make_compiler(), prover) as grammars:
         with monkeypatch.context() as patch:
-
-            async def fail(*_: Any, **__: Any) -> None:
-                raise fault
-
-            patch.setattr(asyncio, "create_subprocess_exec", fail)
+            patch.setattr(place, Mock(side_effect=fault))
             with pytest.raises(QueueFullError):
-                await grammars.prepare([ask(small(0))])
-        await grammars.prepare([ask(small(0))])
+                await grammars.prepare([ask(grammar)])
+        await grammars.prepare([ask(grammar)])
 
 
 async def test_a_fault_is_tried_again_but_not_for_ever() -> None:
@@ -374,19 +377,6 @@ async def test_a_fault_is_tried_again_but_not_for_ever() -> None:
             with pytest.raises(QueueFullError):
                 await grammars.prepare([ask(regex("text"))])
             assert len(prover.asked) == number
-
-
-async def test_no_thread_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with grammars_of(make_compiler(), CountedProver()) as grammars:
-
-        def fail(*_: Any) -> None:
-            raise RuntimeError("can't start new thread")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("engine.structured.ready.start_thread", fail)
-            with pytest.raises(QueueFullError):
-                await grammars.prepare([ask(regex("a"))])
-        await grammars.prepare([ask(regex("a"))])
 
 
 async def test_the_prover_ends_with_its_parent_even_if_it_is_stopped() -> None:

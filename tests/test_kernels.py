@@ -55,18 +55,13 @@ def test_a_case_of_each_kernel_in_the_interpreter() -> None:
     run_cases(TINY, interpret=True)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("names", CASES, ids="-".join)
-def test_kernels_equal_their_twins_in_the_interpreter(names: tuple[str, ...]) -> None:
-    run_cases([f"{name}.py" for name in names], interpret=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", CASES, ids="-".join)
-def test_kernels_equal_their_twins_on_a_gpu(names: tuple[str, ...]) -> None:
-    run_cases([f"{name}.py" for name in names], interpret=False)
+@pytest.mark.parametrize("interpret", [
+    pytest.param(True, marks=pytest.mark.slow, id="interpreter"), pytest.param(False, marks=pytest.mark.gpu, id="gpu"),
+])  # fmt: skip
+def test_kernels_equal_their_twins(names: tuple[str, ...], interpret: bool) -> None:
+    run_cases([f"{name}.py" for name in names], interpret=interpret)
 
 
 @given(

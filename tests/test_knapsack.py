@@ -144,12 +144,9 @@ def test_the_single_candidate_is_taken_in_the_richest_form_that_fits() -> None:
     assert choose([small, Candidate(10.0, 21)], 21) == Selection((1,), (), 10.0, 21)
     # The rest after the single request is filled too.
     assert choose([Candidate(0.9, 3), Candidate(5.0, 20), Candidate(0.1, 2)], 22).kv == (1, 2)
-
-
-def test_a_candidate_that_fits_only_compact_may_run() -> None:
     assert choose([Candidate(1.0, 12, 6)], 6, live=1, rho=0.05) == Selection((), (0,), pytest.approx(0.4), 6)
-    assert choose([Candidate(1.0, 12, 6)], 6, live=1, rho=0.1) == Selection((), (), 0.0, 0)
-    assert choose([Candidate(1.0, 12, 6)], 5) == Selection((), (), 0.0, 0)
+    for capacity, options in ((6, {"live": 1, "rho": 0.1}), (5, {})):
+        assert choose([Candidate(1.0, 12, 6)], capacity, **options) == Selection((), (), 0.0, 0)
 
 
 def test_mean_ratio_to_the_optimum() -> None:

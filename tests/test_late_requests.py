@@ -75,28 +75,27 @@ def test_savable_requests_start_first_when_time_is_short() -> None:
     assert started == {"fcfs": ["old-0"], "goodput-strict": ["new"]}
 
 
-@pytest.mark.parametrize("policy", ["apt", "goodput"])
-def test_growth_takes_the_memory_of_late_requests_first(depth: int, policy: str) -> None:
-    """The late one is the older: by age alone the younger would lose."""
-    driver = objective_driver(depth, blocks=12, policy=policy)
-    old, young = make_request("old", [1] * 18, 20), make_request("young", [2] * 18, 20)
+@pytest.mark.parametrize(("policy", "late", "loses"), [
+    ("apt", True, "old"),
+    ("goodput", True, "old"),
+    ("fcfs", False, "young"),
+    ("apt", False, "old"),
+    ("goodput", False, "old"),
+])  # fmt: skip
+def test_growth_takes_memory_of_a_late_request_or_of_the_least_value_per_unit(
+    depth: int, policy: str, late: bool, loses: str
+) -> None:
+    """The late one, or else the large one, is the older: by age alone the younger would lose."""
+    driver = objective_driver(depth, blocks=12 if late else 13, policy=policy)
+    old = make_request("old", [1] * (18 if late else 30), 20 if late else 12)
+    young = make_request("young", [2] * (18 if late else 6), 20 if late else 12)
     driver.add(old)
-    driver.now = TTFT + 1.0
-    driver.step()
+    if late:
+        driver.now = TTFT + 1.0
+        driver.step()
     driver.add(young)
     driver.run()
     check_solo(driver, old, young)
-    assert driver.finals["old"].num_preemptions > 0 == driver.finals["young"].num_preemptions
-
-
-@pytest.mark.parametrize(("policy", "loses"), [("fcfs", "small"), ("apt", "large"), ("goodput", "large")])
-def test_growth_takes_the_memory_of_least_value_per_unit(depth: int, policy: str, loses: str) -> None:
-    """The large one is the older: by age alone the small one would lose."""
-    driver = objective_driver(depth, blocks=13, policy=policy)
-    large, small = make_request("large", [1] * 30, 12), make_request("small", [2] * 6, 12)
-    driver.add(large, small)
-    driver.run()
-    check_solo(driver, large, small)
     assert [name for name, final in driver.finals.items() if final.num_preemptions] == [loses]
 
 

@@ -189,13 +189,13 @@ def test_what_kept_the_slo_with_steps_of_another_pace_is_better_than_what_nobody
     assert table.answers(1, slower) == entry(0.02, slower)
 
 
-def test_none_at_all_stays_none_unless_steps_are_clearly_faster() -> None:
+def test_none_at_all_holds_for_higher_rates_and_steps_that_are_not_clearly_faster() -> None:
     table = BudgetTable()
-    table.put(0, entry(0.0))
-    for pace in (0.08, 0.02, 0.0141):
-        found = table.look_up(0, Situation(SHAPE, pace))
+    table.put(2, entry(0.0))
+    for cell, pace in ((2, 0.08), (2, 0.02), (2, 0.0141), (5, HERE.pace)):
+        found = table.look_up(cell, Situation(SHAPE, pace))
         assert found is not None and found[0].latency_budget == 0.0
-    assert table.look_up(0, Situation(SHAPE, 0.012)) is None
+    assert table.look_up(2, Situation(SHAPE, 0.012)) is None and table.look_up(1, HERE) is None
 
 
 def test_at_a_higher_rate_no_rule_frees_more_steps_from_a_smaller_budget() -> None:
@@ -203,14 +203,6 @@ def test_at_a_higher_rate_no_rule_frees_more_steps_from_a_smaller_budget() -> No
     table.put(0, BudgetEntry(BudgetParams("tidemill", 0.05, rule="tbt_p99"), HERE, 0.0))
     found = table.look_up(1, HERE)
     assert found is not None and found[0].rule == "flat"
-
-
-def test_none_at_all_holds_for_every_higher_rate_but_for_no_lower_one() -> None:
-    table = BudgetTable()
-    table.put(2, entry(0.0))
-    found = table.look_up(5, HERE)
-    assert found is not None and found[0].latency_budget == 0.0
-    assert table.look_up(1, HERE) is None
 
 
 def test_of_a_tolerance_a_budget_says_less_of_every_other_rate() -> None:

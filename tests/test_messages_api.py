@@ -10,7 +10,7 @@ from fake_engine import MODEL, Script, Served
 from fixtures import StartServer
 from support.http import prompt_of, send
 from test_responses_api import THINKS
-from test_tools import TEMPLATE, TIME, TWO, WEATHER, scripted
+from test_tools import TIME, TWO, WEATHER, scripted
 
 from engine.errors import EngineStepError, QueueFullError
 from engine.text.tokenizer import Tokenizer
@@ -200,20 +200,6 @@ async def test_an_answer_may_be_as_long_as_the_context(start_server: StartServer
     assert len(request.prompt_token_ids) + answer["usage"]["output_tokens"] == 100
     refused = await post(served, messages=[{"role": "user", "content": "word " * 1000}])
     assert refused.status_code == 400 and "context" in refused.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(("switch", "kept"), [("enable_thinking", None), ("other", 0)])
-async def test_thinking_is_turned_off(tmp_path: Path, switch: str, kept: int | None) -> None:
-    """By the template where it can, by a budget of nothing elsewhere."""
-    end = f"{{% if {switch} is defined and not {switch} %}}<think></think>{{% endif %}}"
-    async with scripted(tmp_path, "Yes", TEMPLATE + end) as served:
-        await post(served, thinking={"type": "disabled"})
-        budget = served.engine.requests[-1].sampling.thinking
-        assert prompt_of(served).endswith("<think></think>") is (kept is None)
-        assert (budget.tokens if budget else None) == kept
-        await post(served, thinking={"type": "enabled", "budget_tokens": 1024})
-        budget = served.engine.requests[-1].sampling.thinking
-        assert budget and budget.tokens == 1024
 
 
 async def test_the_tier_of_a_message(start_server: StartServer) -> None:

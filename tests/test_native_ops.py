@@ -356,47 +356,30 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @emulation
 @for_each(("level", "dtype"), LEVELS)
-@for_each("turned", [False, True])
+@for_each(("normed", "turned"), [(False, False), (False, True), (True, True)])
 @for_each("rotary_dim", [4, 40, 44])
-def test_keys_are_written_rotated_or_unchanged(
-    emulated: bool, level: Level, dtype: torch.dtype, turned: bool, rotary_dim: int
+def test_keys_are_written_normed_and_rotated_or_unchanged(
+    emulated: bool, level: Level, dtype: torch.dtype, normed: bool, turned: bool, rotary_dim: int
 ) -> None:
-    """Rotate some or all of the 44 elements of a head."""
+    """Norm the heads first; rotate some or all of the 44 elements of a head."""
     native, kind, width = native_of(level, dtype, emulated), activation_dtype(level), 4 * 44
     qkv, angles = random(5, width, dtype=dtype), random(5, rotary_dim, seed=1, dtype=dtype).float()
-    rows, frequencies = qkv.to(kind, copy=True), torch.zeros(rotary_dim // 2)
+    rows, frequencies, weight = qkv.to(kind, copy=True), torch.zeros(rotary_dim // 2), random(3, 44, seed=2)
     op = Op(kind=Kind.ROPE_KV, out=rows.data_ptr(), out_stride=width)
     if turned:
         op.input = angles.data_ptr()
+    if normed:
+        op.weight, op.eps = weight.data_ptr(), 1e-5
     changes = {"rotary_dim": rotary_dim, "inverse_frequencies": frequencies.data_ptr(), "rotary_scaling": 1.0}
     k, v = run_ops(native, dtype, [op], 5, head_dim=44, value_dim=44, cell=44, **changes)
     heads, (cos, sin) = qkv.to(torch.float64, copy=True).view(5, 4, 44), angles.double().chunk(2, dim=-1)
+    if normed:
+        heads[:, :3] = functional.rms_norm(heads[:, :3], (44,), None, 1e-5) * weight.double()
     if turned:
         heads[:, :3] = rotated(heads[:, :3], cos, sin)
-    close(rows.view(5, 4, 44), heads, dtype, scale=4.0)
-    close(k[:5], heads[:, 2], dtype, scale=4.0)
-    assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
-
-
-@emulation
-@for_each(("level", "dtype"), LEVELS)
-def test_heads_are_normed_before_they_are_rotated(emulated: bool, level: Level, dtype: torch.dtype) -> None:
-    native, kind, width = native_of(level, dtype, emulated), activation_dtype(level), 4 * 44
-    qkv, angles, weight = (
-        random(5, width, dtype=dtype),
-        random(5, 40, seed=1, dtype=dtype).float(),
-        random(3, 44, seed=2),
-    )
-    rows, frequencies = qkv.to(kind, copy=True), torch.zeros(20)
-    op = Op(kind=Kind.ROPE_KV, out=rows.data_ptr(), out_stride=width, input=angles.data_ptr())
-    op.weight, op.eps = weight.data_ptr(), 1e-5
-    changes = {"rotary_dim": 40, "inverse_frequencies": frequencies.data_ptr(), "rotary_scaling": 1.0}
-    k, v = run_ops(native, dtype, [op], 5, head_dim=44, value_dim=44, cell=44, **changes)
-    heads, (cos, sin) = qkv.double().view(5, 4, 44), angles.double().chunk(2, dim=-1)
-    normed = functional.rms_norm(heads[:, :3], (44,), None, 1e-5) * weight.double()
-    expected = rotated(normed, cos, sin)
-    close(rows.view(5, 4, 44)[:, :3], expected, dtype, steps=6, scale=4.0)
-    close(k[:5], expected[:, 2], dtype, steps=6, scale=4.0)
+    precision = {"scale": 4.0} | ({"steps": 6} if normed else {})
+    close(rows.view(5, 4, 44), heads, dtype, **precision)
+    close(k[:5], heads[:, 2], dtype, **precision)
     assert torch.equal(v[:5], qkv.view(5, 4, 44)[:, 3])
 
 

@@ -340,13 +340,10 @@ def make_driver(
     return Driver(Runner(TorchDevice(decoder, config.limits, **pool)), config)
 
 
-@pytest.mark.parametrize(
-    ("case", "kind"),
-    mostly_slow(
-        in_turn(FAMILY_CASES, ["torch", "native int8"], ["torch int8", "native"]),
-        in_turn(FEW_FAMILIES, ["torch"], ["native int8"]),
-    ),
-)
+@pytest.mark.parametrize(("case", "kind"), mostly_slow(
+    in_turn(FAMILY_CASES, ["torch", "native int8"], ["torch int8", "native"]),
+    in_turn(FEW_FAMILIES, ["torch"], ["native int8"]),
+))  # fmt: skip
 def test_tokens_are_those_of_a_resident_model(case: str, kind: str, tmp_path: Path) -> None:
     """In a pool that is always full: preemptions, prefix hits, mixed steps; also if the cache streams beside them."""
     folder = model_folder(case)

@@ -148,29 +148,23 @@ def test_predict_is_the_formula(model: LatencyModel, features: BatchFeatures, ca
     assert model.predict(features) == pytest.approx(before)
 
 
-@given(models(), batches(), chunk)
+@given(models(), batches(), chunk, st.integers(0, 300), st.integers(1, 4000))
 @settings(deadline=None)
-def test_marginal_is_the_difference_of_predictions(
-    model: LatencyModel, features: BatchFeatures, added: tuple[int, int]
+def test_marginals_are_differences_of_predictions(
+    model: LatencyModel, features: BatchFeatures, added: tuple[int, int], count: int, context: int
 ) -> None:
-    before = model.predict(features)
-    marginal = model.marginal(features, *added)
+    """Of a chunk, and of decodes in bulk."""
+    before, marginal = model.predict(features), model.marginal(features, *added)
     features.add_chunk(*added)
     after = model.predict(features)
     assert marginal >= 0
     assert marginal == pytest.approx(after - before, rel=1e-6, abs=1e-9 * after)
-
-
-@given(models(), batches(), st.integers(0, 300), st.integers(1, 4000))
-@settings(deadline=None)
-def test_marginal_of_decodes_in_bulk(model: LatencyModel, features: BatchFeatures, count: int, context: int) -> None:
-    before = model.predict(features)
-    marginal = model.marginal_decodes(features, count, count * context)
+    bulk = model.marginal_decodes(features, count, count * context)
     if count == 1:
-        assert marginal == pytest.approx(model.marginal(features, context - 1, 1))
+        assert bulk == pytest.approx(model.marginal(features, context - 1, 1))
     features.add_decodes(count, count * context)
-    after = model.predict(features)
-    assert marginal == pytest.approx(after - before, rel=1e-6, abs=1e-9 * after)
+    more = model.predict(features)
+    assert bulk == pytest.approx(more - after, rel=1e-6, abs=1e-9 * more)
 
 
 @given(models(), batches(), st.integers(0, 4000), st.integers(0, 300), st.floats(0, 3), st.floats(0, 1))

@@ -92,12 +92,17 @@ async def test_a_start_removes_leftovers_that_the_database_explains(tmp_path: Pa
     await folder.close()
 
 
-async def test_a_body_that_is_just_being_published_stays(tmp_path: Path) -> None:
-    folder = await open_folder(tmp_path)
-    file = await put(folder, row=False)
+@pytest.mark.parametrize("announced", [True, False], ids=["is being published", "cannot be moved on a full disk"])
+async def test_a_body_without_a_row_stays(tmp_path: Path, announced: bool) -> None:
+    disk = FaultyDisk({})
+    folder = await open_folder(tmp_path, disk)
+    file = await put(folder, announced=announced, row=False)
+    if not announced:
+        disk.faults = dict.fromkeys(range(disk.count, 1000), NO_SPACE)
     await folder.recover()
     assert leftovers(tmp_path)["files"] == [file.id]
-    await folder.store.add_file(file)
+    if announced:
+        await folder.store.add_file(file)
     await folder.close()
 
 
@@ -237,16 +242,6 @@ async def test_a_folder_of_lost_files_that_belongs_to_the_file_system(
     await folder.recover()
     (kept,) = (tmp_path / "tidemill-lost+found").glob("*/files/*")
     assert kept.name == file.id and not leftovers(tmp_path)["files"]
-    await folder.close()
-
-
-async def test_a_disk_that_refuses_to_move_files_keeps_them_where_they_are(tmp_path: Path) -> None:
-    disk = FaultyDisk({})
-    folder = await open_folder(tmp_path, disk)
-    file = await put(folder, announced=False, row=False)
-    disk.faults = dict.fromkeys(range(disk.count, 1000), NO_SPACE)
-    await folder.recover()
-    assert leftovers(tmp_path)["files"] == [file.id]
     await folder.close()
 
 

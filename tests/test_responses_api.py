@@ -301,14 +301,3 @@ async def test_what_is_refused_names_its_parameter(tmp_path: Path) -> None:
             assert (answer.status_code, error["param"]) == (400, param), (fields, error)
             assert word in error["message"], error
         assert not served.engine.requests
-
-
-async def test_thinking_is_turned_off(tmp_path: Path) -> None:
-    end = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-    knows = "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
-    for template, high in ((TEMPLATE + end, "assistant\n"), (TEMPLATE + end + knows, "assistant\nhigh")):
-        async with scripted(tmp_path / high.strip(), "Yes", template) as served:
-            for effort, tail in (("xhigh", high), ("none", "<think></think>")):
-                answer = await post(served, reasoning={"effort": effort})
-                assert answer.json()["reasoning"]["effort"] == effort
-                assert prompt_of(served).endswith(tail)

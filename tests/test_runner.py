@@ -172,13 +172,10 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("sampling", "backend", "depth"),
-    mostly_slow(
-        [(sampling, *kind) for sampling in SAMPLED for kind in KINDS if kind != ("cuda", 0)],
-        [("penalised", *kind) for kind in USUAL] + [("filtered", *kind) for kind in USUAL],
-    ),
-)
+@pytest.mark.parametrize(("sampling", "backend", "depth"), mostly_slow(
+    [(sampling, *kind) for sampling in SAMPLED for kind in KINDS if kind != ("cuda", 0)],
+    [("penalised", *kind) for kind in USUAL] + [("filtered", *kind) for kind in USUAL],
+))  # fmt: skip
 def test_streams_do_not_depend_on_neighbours_or_preemption(sampling: str, backend: str, depth: int) -> None:
     """Every backend gives torch's tokens; by native kernels one request may part where a draw falls on a border."""
     requests = crowd(np.random.default_rng(14), 14, **SAMPLED[sampling])
@@ -189,23 +186,20 @@ def test_streams_do_not_depend_on_neighbours_or_preemption(sampling: str, backen
     assert len(parted) <= (backend == "native"), parted
 
 
-@pytest.mark.parametrize(
-    ("sampling", "backend", "depth"),
-    mostly_slow(
-        [
-            (sampling, *kind)
-            for sampling in ({}, {"temperature": 1.0, "logprobs": 2}, SAMPLED["filtered"], SAMPLED["penalised"])
-            for kind in KINDS
-            if kind[0] != "cuda" or "repetition_penalty" not in sampling
-        ],
-        [
-            ({}, "cuda", 1),
-            (SAMPLED["filtered"], "cuda", 1),
-            (SAMPLED["penalised"], "torch", 1),
-            (SAMPLED["penalised"], "native", 0),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("sampling", "backend", "depth"), mostly_slow(
+    [
+        (sampling, *kind)
+        for sampling in ({}, {"temperature": 1.0, "logprobs": 2}, SAMPLED["filtered"], SAMPLED["penalised"])
+        for kind in KINDS
+        if kind[0] != "cuda" or "repetition_penalty" not in sampling
+    ],
+    [
+        ({}, "cuda", 1),
+        (SAMPLED["filtered"], "cuda", 1),
+        (SAMPLED["penalised"], "torch", 1),
+        (SAMPLED["penalised"], "native", 0),
+    ],
+))  # fmt: skip
 def test_drafts_do_not_change_answers(sampling: dict[str, object], backend: str, depth: int) -> None:
     """By native kernels one request may part where a draw falls on a border."""
     requests = crowd(np.random.default_rng(15), 10, **sampling)

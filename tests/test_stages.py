@@ -153,19 +153,16 @@ def pipeline(
         yield links
 
 
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    mostly_slow(
-        list(product(KINDS, ["float32", "bfloat16", "int8 cache", "neox", "opt", "three engines"])),
-        [
-            ("torch", "three engines"),
-            ("native", "neox"),
-            ("cuda", "bfloat16"),
-            ("cuda", "int8 cache"),
-            ("cuda", "opt"),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("kind", "case"), mostly_slow(
+    list(product(KINDS, ["float32", "bfloat16", "int8 cache", "neox", "opt", "three engines"])),
+    [
+        ("torch", "three engines"),
+        ("native", "neox"),
+        ("cuda", "bfloat16"),
+        ("cuda", "int8 cache"),
+        ("cuda", "opt"),
+    ],
+))  # fmt: skip
 def test_a_pipeline_computes_what_one_engine_computes(kind: str, case: str) -> None:
     """To the last bit: sampled tokens agree as well."""
     spec = load_spec(model_folder(case)) if case in ("neox", "opt") else llama()

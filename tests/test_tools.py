@@ -713,20 +713,6 @@ async def test_past_thoughts_reach_the_template_under_one_name(tmp_path: Path) -
             assert "(hm)b" in prompt_of(served), name
 
 
-@pytest.mark.parametrize(("switch", "shown"), [("enable_thinking", True), ("thinking", True), ("other", False)])
-async def test_thinking_is_turned_off_by_a_switch_or_a_budget(tmp_path: Path, switch: str, shown: bool) -> None:
-    end = f"{{% if {switch} is defined and not {switch} %}}<think></think>{{% endif %}}"
-    async with scripted(tmp_path, "Yes", TEMPLATE + end) as served, client_of(served) as client:
-        await client.chat.completions.create(**ask(tools=[]))
-        asked = ask(tools=[], reasoning_effort="none")
-        await client.chat.completions.create(**asked)
-        prompts = [request.prompt_token_ids for request in served.engine.requests]
-        texts = [served.app.state.context.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
-        assert [text.endswith("<think></think>") for text in texts] == [False, shown]
-        budgets = [request.sampling.thinking for request in served.engine.requests]
-        assert [budget and budget.tokens for budget in budgets] == [None, None if shown else 0]
-
-
 async def test_past_calls_reach_the_template_as_objects_with_every_digit(tmp_path: Path) -> None:
     """A number beyond the range of a double becomes a string, because a template cannot write it."""
     async with scripted(tmp_path, "Sunny") as served, client_of(served) as client:
