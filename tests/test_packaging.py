@@ -1,6 +1,7 @@
 """The wheel: its contents, and that it works outside the checkout."""
 
 import _ctypes
+import io
 import os
 import platform
 import re
@@ -118,6 +119,21 @@ def test_kernels_of_a_wheel_of_the_same_sources_are_not_compiled(sources: Path) 
     assert (sources / KERNELS).read_bytes().startswith(b"\x7fELF")
     shutil.rmtree(sources / "dist")
     assert f"CPU kernels from {KERNELS}: nothing" in build_kernels(sources), "an install takes those of the tree"
+
+
+def test_a_damaged_wheel_is_passed_over(sources: Path) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr(str(KERNELS), b"library" * 1000)
+    content = packed.getvalue()
+    index, data = content.index(b"PK\1\2"), len(str(KERNELS)) + 30
+    damages = {0: b"junk", index + 8: b"\1", index + 10: b"\x63", data: b"\xff" * 8}  # encrypted, an unknown method
+    for number, (at, damage) in enumerate(damages.items()):
+        damaged = content[:at] + damage + content[at + len(damage) :]
+        (sources / "dist" / f"tidemill-0-{number}.whl").write_bytes(damaged)
+    (sources / "dist" / "tidemill-0-empty.whl").touch()
+    said = build_kernels(sources)
+    assert said.count("cannot be read") == len(damages) + 1 and "nothing to compile" in said, said
 
 
 def test_kernels_of_other_sources_are_compiled(sources: Path) -> None:
