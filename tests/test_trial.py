@@ -41,3 +41,39 @@ async def test_chats_that_fail_are_counted_with_their_reason(start_server: Start
     await asyncio.to_thread(trial._chat, "no-such-model", "Hello?")
     await asyncio.to_thread(trial.run)
     assert shown[-1].startswith("1 chats failed: ") and "does not exist" in shown[-1]
+
+
+@pytest.mark.parametrize("at", ["create", "chats", "delete"])
+async def test_an_interrupted_trial_leaves_nothing_or_says_so(
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    folder = await open_folder(tmp_path / "state")
+    served = await start_server("hello", folder=folder, batch_limits=FAST)
+    monkeypatch.setattr("tidemill.commands.trial.LINES", 20)
+    shown: list[str] = []
+    client = ServerClient(server_options(served.url, None))
+    trial = Trial(client, rate=10.0, seconds=0.6, show=shown.append)
+    call, part = client.call, trial._part
+
+    def interrupted_call(method: str, path: str, *rest: object, **query: int) -> object:
+        answer = call(method, path, *rest, **query)
+        if (at == "create" and (method, path) == ("POST", "/v1/batches")) or (at == "delete" and method == "DELETE"):
+            raise KeyboardInterrupt
+        return answer
+
+    def interrupted_part(model: str, seconds: float, batch: str | None) -> object:
+        if at == "chats" and batch is not None:
+            raise KeyboardInterrupt
+        return part(model, seconds, batch)
+
+    monkeypatch.setattr(ServerClient, "call", lambda _, *given, **query: interrupted_call(*given, **query))
+    monkeypatch.setattr(Trial, "_part", lambda _, *given: interrupted_part(*given))
+
+    def run() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            trial.run()
+
+    await asyncio.to_thread(run)
+    async with httpx.AsyncClient() as http:
+        left = [(await http.get(f"{served.url}/v1/{kind}")).json()["data"] for kind in ("batches", "files")]
+    assert "may remain" in shown[-1] if at == "delete" else left == [[], []]

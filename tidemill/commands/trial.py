@@ -7,11 +7,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.client import TERMINAL, ChatError, ServerClient
+from tidemill.client import MAX_SEARCHED, TERMINAL, ChatError, ServerClient
 
 QUESTIONS = tuple(f"What is the capital of {name}?" for name in ("France", "Italy", "Spain", "Japan"))
 CHAT_TOKENS, LINE_TOKENS = 48, 64
@@ -52,15 +51,15 @@ class Trial:
         before = self._part(model, self.seconds / 3, None)
         idle = 1.0 - before.busy / before.at
         self.show(f"chats alone: {_kept(before)}; the machine was idle {max(0.0, idle):.0%} of the time")
-        input_id, batch = self._submit(model)
+        input_id = self._upload(model)
         try:
+            batch = self._create(input_id)
             began = time.monotonic()
             beside = self._part(model, self.seconds * 2 / 3, batch)
             lines = self.client.batch(batch)["request_counts"]["completed"]
             passed = time.monotonic() - began
         finally:
-            with suppress(ChatError):
-                self._delete(batch, input_id)
+            self._delete(input_id)
         self.show(f"chats beside a batch: {_kept(beside)}; {lines:,} lines done, {lines / passed:.1f} a second")
         if self.failures:
             self.show(f"{len(self.failures)} chats failed: {self.failures[0]}")
@@ -105,8 +104,8 @@ class Trial:
         engines = max(1, len(re.findall(r"^tidemill_engine_ready\{", page, re.MULTILINE)))
         return Reading(time.monotonic(), good, bad, value("step_seconds") / engines)
 
-    def _submit(self, model: str) -> tuple[str, str]:
-        """Create the batch; return the ids of its input file and its own."""
+    def _upload(self, model: str) -> str:
+        """Store the lines of the batch; return the id of the file."""
         with tempfile.TemporaryDirectory(prefix="tidemill-") as folder:
             path = Path(folder) / "trial.jsonl"
             with path.open("w", encoding="utf-8") as file:
@@ -115,20 +114,31 @@ class Trial:
                     body = {"model": model, "messages": question, "max_tokens": LINE_TOKENS}
                     line = {"custom_id": str(number), "method": "POST", "url": ENDPOINT, "body": body}
                     file.write(json.dumps(line) + "\n")
-            input_id = self.client.upload(path)
+            return self.client.upload(path)
+
+    def _create(self, input_id: str) -> str:
+        """Create the batch; return its id."""
         body = {"endpoint": ENDPOINT, "completion_window": "1h", "input_file_id": input_id}
         batch = self.client.call("POST", "/v1/batches", body)
         if batch["status"] in TERMINAL:
             raise ChatError(f"the batch is {batch['status']}")
-        return input_id, str(batch["id"])
+        return str(batch["id"])
 
-    def _delete(self, batch: str, input_id: str) -> None:
-        """Cancel the batch, wait for its end, and delete it with its files."""
-        self.client.call("POST", f"/v1/batches/{batch}/cancel")
-        for _ in self.client.changes(batch):
-            pass
-        self.client.call("DELETE", f"{ENDPOINT}/batches/msg{batch}")
-        self.client.call("DELETE", f"/v1/files/{input_id}")
+    def _delete(self, input_id: str) -> None:
+        """Cancel the batch, wait for its end, and delete it with its files, also if its creation was interrupted."""
+        try:
+            for batch in self.client.batches(MAX_SEARCHED):
+                if batch["input_file_id"] == input_id:
+                    if batch["status"] not in TERMINAL:
+                        self.client.call("POST", f"/v1/batches/{batch['id']}/cancel")
+                    for _ in self.client.changes(batch["id"]):
+                        pass
+                    self.client.call("DELETE", f"{ENDPOINT}/batches/msg{batch['id']}")
+            self.client.call("DELETE", f"/v1/files/{input_id}")
+        except (ChatError, KeyboardInterrupt) as error:
+            self.show(f"the batch of {input_id} may remain; `tidemill batch list` shows it: {error or 'interrupted'}")
+            if isinstance(error, KeyboardInterrupt):
+                raise
 
 
 def _kept(grown: Reading) -> str:
