@@ -183,6 +183,23 @@ async def test_a_full_disk_and_a_deleted_file(served: Served, tmp_path: Path, mo
     assert not leftovers(tmp_path / "state")["tmp"]
 
 
+async def test_a_table_is_left_when_its_client_goes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, begun = await upload(served, "in.csv", b"id,text\n1,a\n"), asyncio.Event()
+
+    async def endless(*_: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page_tables, "run_apart", endless)
+        asked = asyncio.create_task(preview(served, file))
+        await begun.wait()
+        asked.cancel()
+        await asyncio.wait([asked])
+        assert (await call(served, "GET", "/health")).status_code == 200
+    assert (await preview(served, file)).status_code == 200, "its place is free"
+
+
 def holding(tokenizer: Tokenizer) -> Callable[..., Script]:
     return lambda _: Script(tokenizer.encode(ANSWER), hold_after=0)
 

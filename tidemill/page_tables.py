@@ -19,7 +19,7 @@ import orjson
 from anyio import BrokenWorkerProcess, CancelScope, to_thread
 from fastapi import APIRouter
 from pydantic import Field
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine.errors import ConfigError
@@ -39,6 +39,7 @@ from gateway.context import server_of, tenant_of
 from gateway.generate.answering import read_json
 from gateway.generate.validation import StrictBody, parse_json, validate
 from gateway.http.errors import ApiError
+from gateway.http.sse import run_while_connected
 from gateway.store.disk import DiskFile
 from gateway.store.objects import FILE_ID, TERMINAL, BatchJob, FileObject, new_batch_id
 from tidemill.batch import prompt_chars
@@ -294,19 +295,24 @@ async def _workplace(request: Request, source: FileObject) -> AsyncIterator[Path
 async def _run(
     request: Request, source: FileObject, path: Path, work: Callable[..., ResultT], max_bytes: int, *arguments: Any
 ) -> ResultT:
-    """Run `work` in a child process. Raises ApiError and StorageError."""
-    state = state_of(request)
-    try:
+    """Run `work` in a child process, which ends with the connection. Raises ApiError and StorageError."""
+    state, made = state_of(request), list[ResultT | str]()
+
+    async def make() -> None:
         async with asyncio.timeout(state.limits.check_seconds):
             with state.folder.disk.storing():
-                found: ResultT | str = await run_apart(_bounded, work, max_bytes, *arguments)
+                made.append(await run_apart(_bounded, work, max_bytes, *arguments))
+
+    try:
+        if not await run_while_connected(request.receive, make, lambda: None):
+            raise ClientDisconnect
     except TimeoutError:
         raise _refusal(f"it takes more than {state.limits.check_seconds:.0f} s; split it") from None
     except BrokenWorkerProcess:
         raise _refusal("the process that reads it has died, probably for its memory; split it") from None
-    if isinstance(found, str):
-        raise _refusal(found.replace(str(path), source.filename))
-    return found
+    if isinstance(made[0], str):
+        raise _refusal(made[0].replace(str(path), source.filename))
+    return made[0]
 
 
 def _refusal(reason: str) -> ApiError:
