@@ -38,6 +38,12 @@ NAME = st.sampled_from(["a", "b c", "sep=;", "x;y", " z", "", "\ufeffq", "1"]) |
 NAMES = st.lists(NAME, min_size=1, max_size=4, unique=True)
 
 
+def parquet(values: list[int], kind: Any) -> bytes:
+    file = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"a": pyarrow.array(values, kind)}), file)
+    return bytes(file.getvalue().to_pybytes())
+
+
 def plain(value: Any) -> Any:
     """Return a value as files hold it: no lone surrogate, and no number that JSON lacks."""
     if isinstance(value, dict):
@@ -116,6 +122,11 @@ def test_tables_as_people_have_them(tmp_path: Path, name: str, content: bytes, r
         ("a.jsonl", b'{"a": 1, "a": 2}\n', "an object has a name twice"),
         ("a.json", b"[1]", "value 1 is not a JSON object"),
         ("a.xlsx", b"", "save the sheet as CSV"),
+        ("a.csv", b'a,b\n1,"x\n2,y\n', "the file ends in the cell that begins with 'x"),
+        ("a.csv", b'a,"b\n1,x\n', "the file ends in the cell that begins with 'b"),
+        ("a.parquet", parquet([2**30], pyarrow.date32()), "a.parquet: days="),
+        ("a.parquet", parquet([2**52], pyarrow.timestamp("s")), "a.parquet: "),
+        ("a.parquet", parquet([2**62], pyarrow.duration("s")), "a.parquet: "),
     ],
 )
 def test_tables_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -129,6 +140,8 @@ def test_an_encoding_and_a_source_of_bytes(tmp_path: Path) -> None:
     assert list(tables.read_rows(tmp_path / "a.csv", "latin-1")) == [{"a": "é"}]
     with pytest.raises(ConfigError, match="unknown encoding"):
         list(tables.read_rows(tmp_path / "a.csv", "none"))
+    with pytest.raises(ConfigError, match="--encoding: embedded null"):
+        list(tables.read_rows(tmp_path / "a.csv", "a\0"))
     source = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"a": [b"\xff"], "b": [7]}), source)
     with serving(Server()), pytest.raises(ConfigError, match="bytes that are not text"):

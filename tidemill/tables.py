@@ -240,6 +240,8 @@ def _write_text(file: BinaryIO, rows: Iterable[Row], columns: Mapping[str, str],
 MAX_CELL = 2**31 - 1
 """Longest cell, characters."""
 DELIMITERS = ";\t|,"
+_LAST = "\0the last line\0"
+"""Put behind the lines of a file: within a quoted cell, `csv` does not tell the end of the file from the cell's."""
 SAMPLE_CHARS, SAMPLE_LINES = 65_536, 20
 """The start of a file that shows its delimiter."""
 _BOMS = (
@@ -261,7 +263,7 @@ def open_text(raw: BinaryIO, encoding: str | None, newline: str) -> TextIO:
     marked = next((name for mark, name in _BOMS if head.startswith(mark)), "utf-8")
     try:
         return io.TextIOWrapper(raw, encoding if encoding and marked == "utf-8" else marked, newline=newline)
-    except LookupError as error:
+    except (LookupError, ValueError) as error:
         raise ConfigError(f"--encoding: {error}; use e.g. latin-1, cp1252 or utf-16") from None
 
 
@@ -333,7 +335,14 @@ class _Utf8:
 
 
 def _filled(reader: Iterable[list[str]]) -> Iterator[list[str]]:
-    return (cells for cells in reader if cells)
+    """Yield the rows that are not blank. Raise csv.Error if a quote opens a cell and none closes it."""
+    for cells in reader:
+        if cells and cells[-1].endswith(_LAST):
+            if cells == [_LAST]:
+                return
+            raise csv.Error(f"the file ends in the cell that begins with {cells[-1][:MAX_NAME]!r}; close its quote")
+        if cells:
+            yield cells
 
 
 def _reader(file: TextIO, delimiter: str | None) -> tuple[str, Any]:
@@ -345,7 +354,7 @@ def _reader(file: TextIO, delimiter: str | None) -> tuple[str, Any]:
         file.readline()
         delimiter = told[1]
     delimiter = delimiter or _delimiter_of(sample)
-    return delimiter, csv.reader(file, delimiter=delimiter)
+    return delimiter, csv.reader(chain(file, [_LAST]), delimiter=delimiter)
 
 
 def _delimiter_of(sample: str) -> str:
@@ -390,11 +399,11 @@ def read_parquet(path: Path) -> Iterator[Row]:
     try:
         with arrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if twice := [name for name in names if names.count(name) > 1]:
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
                 raise ConfigError(f"{path}: two columns have the same name, {twice[0]!r}; rename one")
             for batch in file.iter_batches(CHUNK_ROWS):
                 yield from batch.to_pylist()
-    except (arrow.ArrowException, ValueError) as error:
+    except (arrow.ArrowException, ValueError, OverflowError) as error:  # e.g. of a date after the year 9999
         raise ConfigError(f"{path}: {error}") from None
 
 
