@@ -183,6 +183,12 @@ async def test_a_full_disk_and_a_deleted_file(served: Served, tmp_path: Path, mo
     assert not leftovers(tmp_path / "state")["tmp"]
 
 
+async def test_any_column_without_braces_can_be_named(served: Served) -> None:
+    file = await upload(served, "in.csv", b"a:b,c!,d.e[0]\n1,2,3\n")
+    shown = (await preview(served, file, prompt="{{{a:b}}} {c!} {d.e[0]}")).json()["table"]
+    assert shown["first"][0]["body"]["messages"][0]["content"] == "{1} 2 3"
+
+
 async def test_a_table_is_left_when_its_client_goes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     file, begun = await upload(served, "in.csv", b"id,text\n1,a\n"), asyncio.Event()
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import string
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,10 @@ CHAT = "/v1/chat/completions"
 STATUS, ERROR = "status", "error"
 OK, CUT, FAILED = "ok", "cut off", "failed"
 """Values of the column `status`; "cut off" means that the answer reached the token limit."""
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _ID = re.compile(r"\d+-[0-9a-f]{32}")
+MAX_LISTED = 30
+"""Columns of a row that an error names."""
 _PASSING = frozenset({408, 409, 425, 429})
 """Statuses after which the same request may succeed."""
 
@@ -193,13 +195,15 @@ def is_final(line: Mapping[str, Any]) -> bool:
 
 
 def _parse(prompt: str) -> tuple[tuple[str, str | None], ...]:
-    try:
-        parts = list(string.Formatter().parse(prompt))
-    except ValueError as error:
-        raise ConfigError(f"the prompt: {error}; write {{{{ and }}}} for braces") from None
-    if any(name == "" or form or change for _, name, form, change in parts):
-        raise ConfigError("the prompt: braces hold the name of a column, e.g. {text}; write {{ and }} for braces")
-    return tuple((literal, name) for literal, name, _, _ in parts)
+    """Return pairs of a text and the column behind it, if any."""
+    parts, at = list[tuple[str, str | None]](), 0
+    for found in _BRACES.finditer(prompt):
+        if found[0] in ("{", "}", "{}"):
+            raise ConfigError("the prompt: braces hold the name of a column, e.g. {text}; write {{ and }} for braces")
+        literal = prompt[at : found.start()]
+        parts.append((literal, found[1]) if found[1] else (literal + found[0][0], None))
+        at = found.end()
+    return (*parts, (prompt[at:], None))
 
 
 def _checked(request: RowRequest) -> RowRequest:
@@ -239,7 +243,8 @@ def _text(value: Any) -> str:
 
 
 def _listed(row: Row) -> str:
-    return ", ".join(map(repr, row)) or "no columns"
+    more = [f"{len(row) - MAX_LISTED} more"] if len(row) > MAX_LISTED else []
+    return ", ".join([*map(repr, islice(row, MAX_LISTED)), *more]) or "no columns"
 
 
 def with_model(body: Mapping[str, Any], model: str | None, models: Mapping[str, str]) -> dict[str, Any]:
