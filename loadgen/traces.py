@@ -243,7 +243,8 @@ def recognise(row: Row) -> str:
     for kind, needed in SIGNATURES:
         if needed <= keys:
             return kind
-    raise InputError(f"no known format has the columns {', '.join(sorted(map(str, keys)))}")
+    found = ", ".join(sorted(map(str, keys)))
+    raise InputError(f"no known format has the columns {found}; name them arrived_at, input_tokens and output_tokens")
 
 
 SIGNATURES: tuple[tuple[str, set[str]], ...] = (

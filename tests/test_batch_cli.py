@@ -94,6 +94,7 @@ async def test_from_submit_to_results(terminal: Terminal, tmp_path: Path) -> Non
 
 async def test_what_is_submitted(terminal: Terminal, served: Served, tmp_path: Path) -> None:
     path = input_file(tmp_path, [line(1, "/v1/chat/completions")])
+    assert await terminal.run("list") == (0, "", "no batches yet\n")
     _, out, _ = await terminal.run("submit", path, "--metadata", "team=a", "--window", "90m")
     tenant = (await served.app.state.batches.folder.store.load_batch(out.strip())).tenant
     batch = await served.app.state.batches.folder.store.get_batch(tenant, out.strip())

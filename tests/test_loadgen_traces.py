@@ -101,7 +101,8 @@ def test_a_format_that_is_asked_for_names_the_column_that_is_not_there() -> None
 
 PROMPT = '{"prompt": "a"}\n'
 DAMAGED = [
-    ("a,b\n1,2\n", "csv", ""), ("", "csv", ""), ("{", "jsonl", ""), ("[1]", "jsonl", ""), ("{}", "json", ""),
+    ("a,b\n1,2\n", "csv", "columns a, b; name them arrived_at"),
+    ("", "csv", ""), ("{", "jsonl", ""), ("[1]", "jsonl", ""), ("{}", "json", ""),
     ('[{"id": 1}]', "json", ""), ('[{"conversations": [5, 6]}]', "json", "row 1"),
     ("input_tokens,output_tokens\nx,1\n", "csv", "row 1"), ("input_tokens,output_tokens\nnan,1\n", "csv", "row 1"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\nnever,1,2\n", "csv", "row 1"), ('{"prompt": [1, 2]}', "jsonl", "row 1"),

@@ -18,6 +18,7 @@ CHAT = "/v1/chat/completions"
 STATUS, ERROR = "status", "error"
 OK, CUT, FAILED = "ok", "cut off", "failed"
 """Values of the column `status`; "cut off" means that the answer reached the token limit."""
+CUT_SCHEMA = "the answer was cut off at the token limit; raise it, or bound the schema (enum, maxLength, maximum)"
 _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _ID = re.compile(r"\d+-[0-9a-f]{32}")
 MAX_LISTED = 30
@@ -150,7 +151,7 @@ class Recipe:
             values = parse_json(answer)
             return self._added({**{name: values.get(name) for name in self.schema["properties"]}, STATUS: OK})
         except (ValueError, TypeError, AttributeError):
-            reason = "the answer was cut off at the token limit" if cut else f"the answer is not an object: {answer}"
+            reason = CUT_SCHEMA if cut else f"the answer is not an object: {answer}"
             return self.failed(reason)
 
     def failed(self, reason: str) -> Row:

@@ -202,7 +202,9 @@ def _list(client: "ServerClient", arguments: argparse.Namespace) -> int:
     ids = {batch["input_file_id"] for batch in batches}
     names = {file_id: shortened(client.file_name(file_id), FILE_COLUMNS) or "(deleted)" for file_id in ids}
     width = max([len("file"), *map(len, names.values())])
-    if batches:
+    if not batches:
+        print("no batches yet", file=sys.stderr)
+    else:
         print(f"{'batch':<38}  {'created':<19}  {'status':<11}  {'file':<{width}}  lines")
     for batch in batches:
         name = names[batch["input_file_id"]]
