@@ -100,6 +100,8 @@ class Upstream:
             found = []
         if not self.models:
             raise ConfigError(f"{self.url}/v1/models lists no model; give the address of a server of OpenAI's API")
+        if found[0].get("owned_by") == "tidemill":
+            raise ConfigError(f"{self.url} is a tidemill server, which runs batches itself; send them there")
         length = found[0].get("max_model_len")
         length = length if isinstance(length, int) else 0
         self.info = EngineInfo(length, 0, frozenset(), self.models[0], "", self.url, 0)

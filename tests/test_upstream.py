@@ -304,11 +304,14 @@ def test_a_setting_of_the_model_is_refused_before_a_server_is_asked(
     assert message in capsys.readouterr().err
 
 
-async def test_a_server_that_is_none_is_refused_at_the_start(stub: Stub) -> None:
+async def test_a_server_that_is_none_is_refused_at_the_start(stub: Stub, tmp_path: Path) -> None:
     stub.app.router.routes[:] = []
     async with stub.listening() as url:
         with pytest.raises(ConfigError, match="lists no model"):
             await asyncio.to_thread(Upstream(url).await_server, print)
+    async with Stub().listening() as url, front(url, tmp_path) as client:
+        with pytest.raises(ConfigError, match="is a tidemill server, which runs batches itself"):
+            await asyncio.to_thread(Upstream(str(client.base_url)).await_server, print)
     for url in ("http://[", "http://a:b", "http://a:99999"):
         with pytest.raises(ConfigError, match="no address of a server"):
             Upstream(url).await_server(print)
