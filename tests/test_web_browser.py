@@ -376,6 +376,12 @@ def test_a_table_from_drop_to_download(page: Any, tmp_path: Path) -> None:
     rows_written = until(lambda: list(csv.DictReader(written.read_text().splitlines())))
     assert [row["country"] for row in rows_written] == ["France", "Italy", "<b>Spain</b>", "Japan"]
     assert rows_written[0]["llm_status"] == "ok" and "Paris" in rows_written[0]["llm_answer"]
+    second = tmp_path / "second.csv"
+    second.write_text("town\nRome\n")
+    upload(page, second)
+    until(lambda: "the prompt names the column 'country'" in form.text)
+    assert [chip.text for chip in form.find_elements(By.CLASS_NAME, "chip")] == ["{town}"] and "1 rows" in form.text
+    assert page.get_log("browser"), "the refusal"
 
 
 def test_markup_in_messages_and_names_stays_text(page: Any, tmp_path: Path) -> None:

@@ -247,8 +247,8 @@ test("a file is a table of rows or of requests, by its name and its first line",
   assert.deepEqual(await firstLine(new Blob(['\n{"url":"/v1/completions"}\n{"url":"/x"}'])), { url: "/v1/completions" });
   assert.equal(await firstLine(new Blob(["not json"])), null);
   for (const name of ["a.csv", "A.TSV", "a.parquet", "a.json", "a.jsonl.gz"]) assert.ok(isTable(name, null), name);
-  assert.ok(isTable("a.jsonl", { text: "good" }));
-  for (const first of [{ url: "/v1/completions" }, { custom_id: "a" }, null]) assert.ok(!isTable("a.jsonl", first));
+  for (const first of [{ text: "good" }, { url: "https://a" }, { custom_id: "a" }]) assert.ok(isTable("a.jsonl", first));
+  for (const first of [{ url: "/v1/completions", body: {} }, null]) assert.ok(!isTable("a.jsonl", first));
 });
 
 test("tokens of a table are expected from the rows that were answered", () => {

@@ -6,9 +6,11 @@ import { worth } from "./story.js";
 
 const FILE_NAME = /\.(csv|tsv|parquet|json|(csv|tsv|jsonl|ndjson|json)\.gz)$/i;
 
+const SHOWN_COLUMNS = 200;
+
 /** Whether a file is a table of rows, not one of requests. `first`: the value of its first line, or null. */
 export function isTable(name, first) {
-  return FILE_NAME.test(name) || (first !== null && typeof first === "object" && !("url" in first) && !("custom_id" in first));
+  return FILE_NAME.test(name) || (first !== null && typeof first === "object" && !("url" in first && "body" in first));
 }
 
 /** Expected tokens of all rows: {prompt, output}, or null. `answers`: {chars, usage} of rows that were answered. */
@@ -61,14 +63,21 @@ export class TableForm {
     this.table = null;
     this.form.hidden = false;
     this.part("file").textContent = file.filename;
-    for (const name of ["chips", "first"]) this.part(name).replaceChildren();
+    for (const name of ["chips", "first", "estimate"]) this.part(name).replaceChildren();
     this.form.elements.model.replaceChildren(...[...this.models.options].map((option) => option.cloneNode(true)));
-    await this.busy(() => this.look());
+    await this.busy(async () => {
+      try {
+        await this.look();
+      } catch (error) { // the prompt may be that of another table
+        await this.look({ prompt: "" });
+        throw error;
+      }
+    });
   }
 
   /** Run `work` while the buttons rest, and show its error. */
   async busy(work) {
-    const buttons = [...this.form.querySelectorAll("button")];
+    const buttons = [...this.form.querySelectorAll("button:not(.close)")];
     this.part("problem").textContent = "";
     for (const button of buttons) button.disabled = true;
     try {
@@ -88,17 +97,20 @@ export class TableForm {
     return { ...body, completion_window: this.window.value };
   }
 
-  async look() {
-    const { table, metadata } = await (await postJson("/v1/tables/preview", this.body())).json();
+  async look(changes = {}) {
+    const { file } = this;
+    const { table, metadata } = await (await postJson("/v1/tables/preview", { ...this.body(), ...changes })).json();
+    if (file !== this.file) return; // another was dropped meanwhile
     this.table = table;
     this.eta = this.outlook({ metadata }).eta;
     this.answers = [];
-    this.part("chips").replaceChildren("columns: ", ...table.columns.map((name) => {
+    const more = table.columns.length - SHOWN_COLUMNS;
+    this.part("chips").replaceChildren("columns: ", ...table.columns.slice(0, SHOWN_COLUMNS).map((name) => {
       const chip = element("button", `{${name}}`, "chip");
       chip.type = "button";
       chip.addEventListener("click", () => this.insert(chip.textContent));
       return chip;
-    }));
+    }), more > 0 ? `and ${count(more)} more` : "");
     this.estimate();
   }
 
@@ -116,6 +128,7 @@ export class TableForm {
   /** Show the first requests and ask the model for their answers. */
   async preview() {
     await this.look();
+    const { answers } = this;
     const items = this.table.first.map(({ body, problem }, i) => {
       const item = document.createElement("li");
       const prompt = body ? body.messages.at(-1).content : problem;
@@ -124,14 +137,14 @@ export class TableForm {
       return { item, answer };
     });
     this.part("first").replaceChildren(...items.map(({ item }) => item));
-    await Promise.all(this.table.first.map(({ body, chars }, i) => body && this.ask(body, chars, items[i].answer)));
+    await Promise.all(this.table.first.map(({ body, chars }, i) => body && this.ask(body, chars, items[i].answer, answers)));
   }
 
-  async ask(body, chars, shown) {
+  async ask(body, chars, shown, answers) {
     try {
       const { choices, usage } = await (await postJson("/v1/chat/completions", body)).json();
       shown.textContent = choices[0].message.content || JSON.stringify(choices[0].message);
-      this.answers.push({ chars, usage });
+      if (usage) answers.push({ chars, usage });
       this.estimate();
     } catch (error) {
       Object.assign(shown, { className: "problem", textContent: error.message });
