@@ -183,6 +183,17 @@ async def test_a_full_disk_and_a_deleted_file(served: Served, tmp_path: Path, mo
     assert not leftovers(tmp_path / "state")["tmp"]
 
 
+async def test_a_schema_that_is_nested_too_deeply_is_refused(served: Served) -> None:
+    file, schema = await upload(served, "in.csv", b"id,text\n1,a\n"), dict[str, Any]()
+    for levels in range(301):
+        if levels in (100, 300):
+            for ask in (preview, create):
+                answer = await ask(served, file, schema=schema)
+                assert answer.status_code == (200 if levels == 100 else 400), answer.text
+        schema = {"type": "object", "properties": {"a": schema}}
+    assert answer.json()["error"]["message"] == "'schema' is nested too deeply."
+
+
 async def test_any_column_without_braces_can_be_named(served: Served) -> None:
     file = await upload(served, "in.csv", b"a:b,c!,d.e[0]\n1,2,3\n")
     shown = (await preview(served, file, prompt="{{{a:b}}} {c!} {d.e[0]}")).json()["table"]

@@ -19,10 +19,11 @@ import orjson
 from anyio import BrokenWorkerProcess, CancelScope, to_thread
 from fastapi import APIRouter
 from pydantic import Field
+from pydantic_core import PydanticSerializationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, InvalidRequestError
 from gateway.batch.files import (
     FileContent,
     find_file,
@@ -166,6 +167,8 @@ class TableLines:
     """The lines of a batch in a temporary file, and the description of the table."""
 
     body: TableRequest
+    recipe: bytes
+    """The body in JSON."""
     source: FileObject
     lines: DiskFile
     description: bytes
@@ -194,10 +197,9 @@ async def create_table_batch(request: Request) -> Response:
     made: list[FileObject] = []
     async with _table_lines(request) as table:
         name = table.source.filename
-        recipe = table.body.model_dump_json(by_alias=True).encode()
         try:
             made.append(await store_written(request, table.lines, f"{name}.jsonl"))
-            made.append(await store_content(request, recipe, f"{name}.recipe.json"))
+            made.append(await store_content(request, table.recipe, f"{name}.recipe.json"))
             created = await add_batch(request, table.batch(request, made[0].id, made[1].id))
         except ApiError:
             for file in made:
@@ -247,12 +249,20 @@ async def _body_of(request: Request, file: FileObject) -> Path:
     return await to_thread.run_sync(state_of(request).folder.copy_body, file.id)
 
 
+def _read_body(raw: bytearray) -> tuple[TableRequest, bytes]:
+    body = validate(TableRequest, parse_json(raw))
+    try:
+        return body, body.model_dump_json(by_alias=True).encode()
+    except PydanticSerializationError:  # pydantic writes 255 levels
+        raise InvalidRequestError("'schema' is nested too deeply.", param="schema", code="invalid_value") from None
+
+
 @asynccontextmanager
 async def _table_lines(request: Request) -> AsyncIterator[TableLines]:
     """Yield the lines of the request's table. They are removed at the end unless they were stored. Raises ApiError."""
     context, state, tenant = server_of(request), state_of(request), tenant_of(request)
     context.lifecycle.check_accepting()
-    body = await read_json(request, lambda raw: validate(TableRequest, parse_json(raw)))
+    body, recipe = await read_json(request, _read_body)
     window_seconds(body.completion_window)
     source = None
     if FILE_ID.fullmatch(body.input_file_id):
@@ -267,7 +277,7 @@ async def _table_lines(request: Request) -> AsyncIterator[TableLines]:
             max_rows, model = state.limits.lines, context.models.first
             made = await _run(request, source, path, _make_lines, max_bytes, body, path, lines.path, max_rows, model)
             lines.size = lines.length()
-            yield TableLines(body, source, lines, made)
+            yield TableLines(body, recipe, source, lines, made)
         finally:
             lines.close()
 
