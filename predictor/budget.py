@@ -107,3 +107,7 @@ class BudgetParams:
             raise ValueError(f"unknown policy '{self.policy}'; known: {', '.join(POLICIES)}")
         if not (self.latency_budget >= 0.0 and self.lam >= 0.0 and self.delta > 0.0):
             raise ValueError("latency_budget and lam must not be negative, delta must be positive")
+
+    def __str__(self) -> str:
+        weights = "" if math.isinf(self.lam) else f", λ {self.lam:.3g}, δ {self.delta:g}"
+        return f"L {self.latency_budget * 1e3:.1f} ms, {self.rule}{weights}" if self.latency_budget else "online only"

@@ -430,3 +430,9 @@ def test_a_child_ends_with_a_server_that_was_killed() -> None:
         server.kill()
     while not has_ended(int(found[0])):
         time.sleep(0.05)  # the test's own time limit says that it never ends
+
+
+def test_a_budget_in_words() -> None:
+    assert str(BudgetParams("tidemill", 0.0025)) == "L 2.5 ms, flat"
+    assert str(BudgetParams("tidemill", 0.1, 0.25, 4.0, "tbt_mean")) == "L 100.0 ms, tbt_mean, λ 0.25, δ 4"
+    assert str(BudgetParams("hygen", 0.0)) == "online only"

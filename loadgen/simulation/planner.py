@@ -212,9 +212,8 @@ class _Replays:
         """Return the metrics of a budget for the search; a zero budget means online work alone."""
         arm = self.with_offline(budget) if budget.latency_budget > 0.0 else self.online_only()
         metrics = arm.metrics
-        tried = f"L {budget.latency_budget * 1e3:.1f} ms, {budget.rule}" if budget.latency_budget else "online only"
         rate, count, good = metrics["offline_throughput"], arm.requests, min(arm.attainments.values())
-        self._say(f"  {tried:24} {rate:9,.0f} offline tokens/s, {good:.2%} of {count} requests good")
+        self._say(f"  {budget!s:24} {rate:9,.0f} offline tokens/s, {good:.2%} of {count} requests good")
         return metrics
 
     def online_only(self) -> Arm:
