@@ -6,11 +6,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from batch_tools import FAST, open_folder
+from batch_tools import FAST, keys_of, open_folder
 from fake_engine import demo_engine, serve
 from fixtures import StartServer
 
-from tidemill.client import server_options
+from tidemill.client import ChatError, server_options
 from tidemill.commands.trial import ServerClient, Trial
 
 
@@ -41,6 +41,18 @@ async def test_chats_that_fail_are_counted_with_their_reason(start_server: Start
     await asyncio.to_thread(trial._chat, "no-such-model", "Hello?")
     await asyncio.to_thread(trial.run)
     assert shown[-1].startswith("1 chats failed: ") and "does not exist" in shown[-1]
+
+
+async def test_a_batch_that_fails_says_why(
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidemill.commands.trial.LINES", 20)
+    folder = await open_folder(tmp_path / "state")
+    keys = keys_of(tmp_path, "key acme metrics lines=10")
+    served = await start_server("hello", folder=folder, batch_limits=FAST, api_key_file=keys)
+    trial = Trial(ServerClient(server_options(served.url, "key")), rate=10.0, seconds=0.6, show=lambda _: None)
+    with pytest.raises(ChatError, match=r"the batch failed: .*lines=10"):
+        await asyncio.to_thread(trial.run)
 
 
 @pytest.mark.parametrize("at", ["create", "chats", "delete"])

@@ -56,7 +56,10 @@ class Trial:
             batch = self._create(input_id)
             began = time.monotonic()
             beside = self._part(model, self.seconds * 2 / 3, batch)
-            lines = self.client.batch(batch)["request_counts"]["completed"]
+            ended = self.client.batch(batch)
+            for error in (ended["errors"] or {}).get("data", []):
+                raise ChatError(f"the batch failed: {error['message']}")
+            lines = ended["request_counts"]["completed"]
             passed = time.monotonic() - began
         finally:
             self._delete(input_id)
@@ -119,10 +122,7 @@ class Trial:
     def _create(self, input_id: str) -> str:
         """Create the batch; return its id."""
         body = {"endpoint": ENDPOINT, "completion_window": "1h", "input_file_id": input_id}
-        batch = self.client.call("POST", "/v1/batches", body)
-        if batch["status"] in TERMINAL:
-            raise ChatError(f"the batch is {batch['status']}")
-        return str(batch["id"])
+        return str(self.client.call("POST", "/v1/batches", body)["id"])
 
     def _delete(self, input_id: str) -> None:
         """Cancel the batch, wait for its end, and delete it with its files, also if its creation was interrupted."""
