@@ -131,6 +131,7 @@ async def until_counted(client: openai.AsyncOpenAI, batch_id: str, completed: in
     """Until so many lines are durably done."""
     batch = await client.batches.retrieve(batch_id)
     while batch.request_counts is None or batch.request_counts.completed < completed:
+        assert batch.status not in ("failed", "expired", "cancelled"), batch
         await asyncio.sleep(0.01)
         batch = await client.batches.retrieve(batch_id)
 
