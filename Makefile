@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml
 	$(call set_up,[dev])
 
 serve: $(SERVING)
-	@echo "4/4 start: load the model, measure step times (at most 30 s, once for each model), serve"
+	@echo "4/4 start: load the model, measure step times (at most 30 s, once for each model and number of threads), serve"
 	$(BIN)/tidemill serve $(MODEL) $(ARGS)
 
 # The same with torch's CPU build, which is 4 GB smaller.
