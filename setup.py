@@ -69,6 +69,7 @@ class BuildLibrary(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         for path, library in () if self.force else built_libraries():
+            target.unlink(missing_ok=True)  # a running server may have it mapped
             target.write_bytes(library)
             try:
                 ctypes.CDLL(str(target.resolve()))

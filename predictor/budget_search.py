@@ -191,9 +191,9 @@ RESOLUTION = 1.005
 MAX_CONFIRMATIONS = 5
 SIMILAR = 0.98
 """Ratio of throughputs from which candidates count as equally good."""
-CLOSE = 1.05
+SAME = 1.05
 """Ratio of budgets up to which both presumably keep or fail the same window."""
-FAR = 4.0
+STEP_DOWN = 4.0
 """First step down from a budget that failed; bisection then steps up."""
 FEWEST_REPLAYS = 5
 DELTAS = (1.0, 2.0, 4.0, 8.0)
@@ -497,8 +497,8 @@ def _confirm(
         if best is search.baseline or keeps(best):
             break
         failed.append(best)
-        left = [e for e in left if not _no_safer(e.params, best.params, CLOSE) and e.metrics != best.metrics]
-        far = [e for e in far if e in left and not _no_safer(e.params, best.params, FAR)]
+        left = [e for e in left if not _no_safer(e.params, best.params, SAME) and e.metrics != best.metrics]
+        far = [e for e in far if e in left and not _no_safer(e.params, best.params, STEP_DOWN)]
     else:
         return search.baseline, False, spent
     search.extend(reserve)
@@ -519,7 +519,7 @@ def _middle(best: Evaluated, failed: Sequence[Evaluated]) -> BudgetParams | None
     above = min(
         (e for e in alike if e.params.latency_budget > low), key=lambda e: e.params.latency_budget, default=None
     )
-    if not low or above is None or above.params.latency_budget <= CLOSE * low:
+    if not low or above is None or above.params.latency_budget <= SAME * low:
         return None
     if above.throughput * SIMILAR <= best.throughput:
         return None

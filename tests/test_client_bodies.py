@@ -184,7 +184,7 @@ async def test_thinking_switches_of_other_servers(tmp_path: Path) -> None:
 async def test_thinking_is_turned_off_by_a_switch_or_a_budget_of_nothing(
     tmp_path: Path, switch: str, known: bool
 ) -> None:
-    """By the template where it can; a template that knows efforts is told of them."""
+    """The template turns thinking off if it can; a template that knows efforts gets them."""
     end = f"{{% if {switch} is defined and not {switch} %}}<think></think>{{% endif %}}"
     knows = "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
     off: list[tuple[str, dict[str, Any]]] = [
@@ -312,7 +312,7 @@ async def test_tiers_and_their_classes(start_server: StartServer) -> None:
             assert answer.json()["service_tier"] == stated and "hello" in answer.text
             request = served.engine.requests[-1]
             assert (request.request_class is RequestClass.ONLINE) is (stated == "default")
-            assert request.lane is Lane.FLEX, "somebody waits"
+            assert request.lane is Lane.FLEX, "a client waits"
             streamed = await post(served, path, **body, service_tier=tier, stream=True)
             assert f'"service_tier":"{stated}"' in streamed.text.partition("\n\n")[0]
             assert not served.engine.requests[-1].final_only

@@ -106,7 +106,7 @@ def pack(tree: Path, content: bytes) -> None:
 
 
 def build_kernels(tree: Path) -> str:
-    """Run the step of `make serve` that builds the kernels, without a compiler; return what it says."""
+    """Run the step of `make serve` that builds the kernels, without a compiler; return its output."""
     environment = {"PATH": "", "CC": "/bin/false", "CXX": "/bin/false"}
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True)

@@ -250,8 +250,8 @@ class BudgetTuner:
         keeper.noise, params = found.noise, found.params
         if found.noise:
             told = ", ".join(f"{key} ± {share:.1%}" for key, share in found.noise.items())
-            off = f"{self._colocation.model.mape:.1%}"
-            log.info("without batch work the replayed load varies by: %s; steps are predicted to ± %s", told, off)
+            mape = f"{self._colocation.model.mape:.1%}"
+            log.info("without batch work the replayed load varies by: %s; steps are predicted to ± %s", told, mape)
         if params.latency_budget > 0.0:
             log.info("offline budget for %.3g online requests/s: %s", rate, params)
         else:
