@@ -122,7 +122,7 @@ def test_tables_as_people_have_them(tmp_path: Path, name: str, content: bytes, r
         ("a.jsonl", b'{"a": 1, "a": 2}\n', "an object has a name twice"),
         ("a.json", b"[1]", "value 1 is not a JSON object"),
         ("a.xlsx", b"", "save the sheet as CSV"),
-        ("a.csv", b'a,b\n1,"x\n2,y\n', "the file ends in the cell that begins with 'x"),
+        ("a.csv", b'a,b\n1,"x\n2,y\n', r"the file ends in the cell that begins with 'x\\n2,y\\n'; close its quote"),
         ("a.csv", b'a,"b\n1,x\n', "the file ends in the cell that begins with 'b"),
         ("a.parquet", parquet([2**30], pyarrow.date32()), "a.parquet: days="),
         ("a.parquet", parquet([2**52], pyarrow.timestamp("s")), "a.parquet: "),

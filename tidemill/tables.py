@@ -340,7 +340,8 @@ def _filled(reader: Iterable[list[str]]) -> Iterator[list[str]]:
         if cells and cells[-1].endswith(_LAST):
             if cells == [_LAST]:
                 return
-            raise csv.Error(f"the file ends in the cell that begins with {cells[-1][:MAX_NAME]!r}; close its quote")
+            open_cell = cells[-1].removesuffix(_LAST)[:MAX_NAME]
+            raise csv.Error(f"the file ends in the cell that begins with {open_cell!r}; close its quote")
         if cells:
             yield cells
 
