@@ -7,7 +7,7 @@ simulator use it. Deterministic for equal arrivals and an equally seeded runner.
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -19,6 +19,7 @@ from engine.scheduling.offline import OfflinePlan, whole
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
 from predictor.budget import Promise
 from predictor.features import BatchFeatures, LatencyPredictor
+from predictor.online import StepNoise
 
 PLACEHOLDER_TOKEN = 0
 
@@ -26,14 +27,14 @@ PLACEHOLDER_TOKEN = 0
 class PredictedRunner:
     """Runner whose steps take the time predicted by a latency model.
 
-    Tokens are placeholders; `max_tokens` sets the lengths. `noise`: measured ÷ predicted times of real steps; each step
-    draws one. `observe` is called with every step.
+    Tokens are placeholders; `max_tokens` sets the lengths. Each step draws one factor of its regime from `noise`.
+    `observe` is called with every step.
     """
 
     def __init__(
         self,
         model: LatencyPredictor,
-        noise: Sequence[float] = (),
+        noise: StepNoise = (),
         observe: Callable[[BatchFeatures, float], None] | None = None,
         seed: int = 0,
     ) -> None:
@@ -47,7 +48,8 @@ class PredictedRunner:
         num_sampled = sum(chunk.sample for chunk in output.chunks)
         latency = self._model.predict(features)
         if self._noise:
-            latency *= self._generator.choice(self._noise)
+            regime = min(features.num_tokens.bit_length(), len(self._noise) - 1)
+            latency *= self._generator.choice(self._noise[regime])
         if self._observe is not None:
             self._observe(features, latency)
         result = ModelRunnerOutput(output.step_id, [PLACEHOLDER_TOKEN] * num_sampled, None, latency)

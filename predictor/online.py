@@ -59,6 +59,12 @@ WINDOW = 512
 """Number of steps of the windowed error."""
 RING = 256
 """Number of recent steps kept per regime."""
+KEPT_SECONDS = 60.0
+"""Step time that a full ring of ratios spans, so that it shows the speeds of a minute."""
+
+
+StepNoise = tuple[tuple[float, ...], ...]
+"""Measured ÷ predicted times of steps by regime; a single entry holds for all regimes."""
 
 
 class RegimeStats:
@@ -183,6 +189,7 @@ class OnlineModel:
         self._error_sum = 0.0
         self._recent = [SampleLog(capacity=RING) for _ in range(NUM_REGIMES)]
         self._whole = [SampleLog(capacity=RING) for _ in range(NUM_REGIMES)]
+        self._kept_at = [0.0] * NUM_REGIMES
         self.replace(model, mape)
 
     def replace(self, model: LatencyModel, mape: float) -> None:
@@ -229,7 +236,9 @@ class OnlineModel:
             return
         index = min(features.num_tokens.bit_length(), NUM_REGIMES - 1)
         self._recent[index].append(features, device)
-        self._whole[index].append(features, measured)
+        if len(self._whole[index]) < RING or self._clock >= self._kept_at[index] + KEPT_SECONDS / RING:
+            self._whole[index].append(features, measured)
+            self._kept_at[index] = self._clock
         self._follow_device(raw, device)
         self.regimes[index].add(self._clock, raw, (measured - host_mean) / raw)
         if index not in self._filled:
@@ -398,11 +407,17 @@ class OnlineModel:
     def mask_work(self, features: BatchFeatures, rows: int) -> float:
         return self._sure_scale * self.model.mask_work(features, rows)
 
-    def residuals(self) -> list[float]:
-        """Return measured ÷ usual time of the recent steps, up to RING per regime; empty before the first step."""
+    def residuals(self) -> StepNoise:
+        """Return measured ÷ usual time of the recent steps, up to RING per regime; empty before the first step.
+
+        A regime without recent steps gets the ratios of the nearest one that has them.
+        """
         fixed = self.as_fixed()
-        steps = (sample for log in self._whole for sample in log)
-        return [seconds / expected for f, seconds in steps if (expected := fixed.predict(f)) > 0.0]
+        own = {
+            regime: tuple(seconds / expected for f, seconds in log if (expected := fixed.predict(f)) > 0.0)
+            for regime, log in enumerate(self._whole)
+        }
+        return tuple(own[regime] for regime in _nearest(tuple(regime for regime, ratios in own.items() if ratios)))
 
     def recent(self) -> Iterator[Sample]:
         """Yield the recent steps with their device time, up to RING per regime, as input of a new fit."""

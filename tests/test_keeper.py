@@ -11,7 +11,7 @@ from fakes.runner import features_of
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
-from engine.colocation.keeper import MIN_OFFLINE, Colocation, replay_alone, workload_of
+from engine.colocation.keeper import LEAD_IN, MIN_OFFLINE, Colocation, replay_alone, workload_of
 from engine.colocation.replay import (
     ReplayedServer,
     ReplayWindow,
@@ -152,6 +152,22 @@ def test_a_tolerance_is_judged_against_the_same_requests_alone() -> None:
     assert keeper.recent.num_new == 0, "no request is compared twice"
 
 
+def test_chats_alone_calibrate_a_baseline_that_is_too_slow() -> None:
+    """The model predicts gaps that are 40 % longer than measured ones, so that batch work that adds 36 % seems free."""
+    _, keeper = make_keeper(SLO.parse("tbt_mean=5%"))
+    server, gap = replace(SERVER, slo=keeper.slo), 0.0081 / 1.4
+    for index in range(120):
+        beside = index >= 60
+        live(keeper, str(index), 0.0095, [1.36 * gap if beside else gap] * 20, index * 1.0, beside=beside)
+    window, counted = keeper.window(121.0)
+    aggregates, own = replay_alone(workload_of(window), server, counted)
+    keeper.set_baseline(aggregates, own, 121.0)
+    stats = keeper.stats(121.0)
+    assert stats.objectives[0].bound == pytest.approx(1.05 * gap, rel=0.02)
+    assert stats.breaker == "open" and stats.breaker_cause == "tbt_mean"
+    assert keeper.recent.num_new == LEAD_IN, "the chats of the lead-in are not compared"
+
+
 def test_what_a_tolerance_allows_opens_nothing() -> None:
     _, keeper = make_keeper(SLO.parse("5%"))
     for index in range(200):
@@ -250,8 +266,19 @@ def test_the_search_sees_how_much_real_steps_vary() -> None:
     assert replay(first, calm, edge)["tbt_p99"] < replay(first, noisy, edge)["tbt_p99"]
     found = find_budget(first, [second], noisy, max_evaluations=10)
     assert found.best.metrics["tbt_p99"] <= 0.040 and found.best.throughput > 0
-    assert normal_noise(0.15)[49] == pytest.approx(1.0)
-    assert sum(abs(1 - ratio) for ratio in noise) / len(noise) == pytest.approx(0.15, rel=0.1)
+    assert noise[0][49] == pytest.approx(1.0)
+    assert sum(abs(1 - ratio) for ratio in noise[0]) / len(noise[0]) == pytest.approx(0.15, rel=0.1)
+
+
+def test_steps_draw_the_noise_of_their_regime() -> None:
+    """Large steps that vary widely neither slow the chats down nor widen the margins of small steps."""
+    window = poisson_window(2.0, 40, 40, 8.0, 1)
+    slo = SLO.parse("tbt_mean=5%")
+    calm = replay(window, replace(SERVER, slo=slo), BudgetParams("tidemill", 0.0))
+    noise = ((1.0,),) * 5 + ((0.5, 8.0),)  # chats alone decode fewer than 16 rows and send prompts of 40 tokens
+    noisy = replay(window, replace(SERVER, slo=slo, noise=noise), BudgetParams("tidemill", 0.0))
+    mixed = replay(window, replace(SERVER, slo=slo, noise=((1.0, 0.5, 8.0),)), BudgetParams("tidemill", 0.0))
+    assert calm["tbt_mean"] < noisy["tbt_mean"] < 2.0 * calm["tbt_mean"] < mixed["tbt_mean"]
 
 
 def test_the_noise_of_a_baseline_is_found_and_told() -> None:

@@ -203,7 +203,7 @@ def test_a_short_burst_on_a_fresh_server_is_served_whatever_its_profile_says(slo
     lengths = [first] * (first > 0) + [60] * (31 if first else 16)
     burst = [Arrival(0.01 * index, chat(f"{index}", length, index, 64)) for index, length in enumerate(lengths)]
     core = make_core("goodput", model=believed, max_queue_time="10x")
-    run = VirtualDriver(core, PredictedRunner(true, (0.7, 1.0, 1.5), believed.observe), burst).run(1000.0)
+    run = VirtualDriver(core, PredictedRunner(true, ((0.7, 1.0, 1.5),), believed.observe), burst).run(1000.0)
     assert not any(record.rejected for record in run.online)
     assert max(record.ttft or math.inf for record in run.online) < 10.0
 

@@ -7,6 +7,7 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from engine.profiling.calibration import StepShape, anchor_shapes, find_knee, pl
 from predictor.features import BatchFeatures
 from predictor.fitting import fit
 from predictor.model import LINEAR_TERMS, LatencyModel, Sample, SampleLog, default_knots, split_samples
-from predictor.online import OnlineModel, Tail
+from predictor.online import NUM_REGIMES, OnlineModel, Tail
 from predictor.profile import Profile, ProfileError, ProfileKey
 
 
@@ -579,11 +580,30 @@ def test_a_worse_fit_starts_with_a_wider_margin(mape: float, margin: float) -> N
 
 def test_residuals_are_what_steps_took_by_what_was_expected() -> None:
     model, rng = online()
-    assert model.residuals() == []
+    assert model.residuals() == ()
     run_steps(model, rng, 3000, factor=1.5, noise=0.1)
-    ratios = sorted(model.residuals())
+    ratios = sorted(ratio for regime in model.residuals() for ratio in regime)
     assert ratios[len(ratios) // 2] == pytest.approx(1.0, abs=0.03), "the scale is taken out"
     assert ratios[int(0.84 * len(ratios))] == pytest.approx(1.1, abs=0.04)
+
+
+def test_residuals_are_kept_by_regime_and_span_a_minute() -> None:
+    small, large = StepShape(1, 8).features(), StepShape(0, 0, ((0, 512),)).features()
+    model = OnlineModel(LatencyModel(intercept=0.01))
+    for _ in range(3_000):
+        model.observe(large, 0.012)
+        model.observe(small, 0.008)
+    residuals = model.residuals()
+    assert len(residuals) == NUM_REGIMES
+    assert fmean(residuals[10]) / fmean(residuals[1]) == pytest.approx(1.5)
+    assert residuals[0] == residuals[1] and residuals[-1] == residuals[10], "the nearest known regime"
+    late = OnlineModel(LatencyModel(intercept=0.01))
+    for second in range(120):
+        for _ in range(100):
+            late.observe(small, 0.01 if second < 105 else 0.02)
+    ratios = late.residuals()[1]
+    slow = sum(ratio > 0.75 * max(ratios) for ratio in ratios) / len(ratios)
+    assert 0.4 < slow < 0.6, "the last minute of step time, not the last 256 steps"
 
 
 def test_the_mean_error_is_that_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,7 +213,7 @@ def colocated(*, promised: bool) -> tuple[VirtualRun, Colocation]:
     model, budget = OnlineModel(MODEL), initial_budget(SLOS, MODEL)
     core = make_core("goodput", model, objective_of(SLOS, budget), num_units=2 * 8000)
     keeper = Colocation(core, model, SLOS, budget)
-    runner = PredictedRunner(MODEL, (0.95, 1.0, 1.05))
+    runner = PredictedRunner(MODEL, ((0.95, 1.0, 1.05),))
     driver = VirtualDriver(core, runner, traffic(promised=promised), offline(), keeper=keeper)
     return driver.run(60.0, drain=60.0), keeper
 

@@ -28,10 +28,12 @@ from predictor.budget import DEFAULT_CLASS, DEFAULT_OUTPUT, BudgetParams, Promis
 from predictor.judge import MAX_AGE, WINDOW, Judge, Served, aggregate, attainment_of, excess_over
 from predictor.load import Lengths, LoadModel, OnlineArrival
 from predictor.online import OnlineModel, Tail
-from predictor.slo import SLO, service_of
+from predictor.slo import SLO, parse_key, service_of
 
 LEAD_IN = 32
 """Requests replayed before the window, so that it does not start on an empty server. They are not compared."""
+MIN_ALONE = 8
+"""Minimum number of requests without offline work that calibrate the gaps of a baseline."""
 
 
 @dataclass(slots=True)
@@ -61,8 +63,8 @@ class RecentRequests:
 
     @property
     def num_new(self) -> int:
-        """Return the number of requests that ran beside offline work and were not compared with a baseline yet."""
-        return sum(r.beside_offline and not r.compared and _is_compared(r.served) for r in self._ended)
+        """Return the number of requests that were not compared with a baseline yet."""
+        return sum(not r.compared and _is_compared(r.served) for r in self._ended)
 
     def window(self, running: Iterable[OnlineArrival], now: float) -> tuple[list[OnlineArrival], list[bool]]:
         """Return the requests to replay, by arrival, and whether each one is compared. `compare` uses the same window.
@@ -76,15 +78,30 @@ class RecentRequests:
         counted = [index >= lead_in and _is_compared(r.served) for index, r in enumerate(self._window)]
         return [recent.arrival for recent in self._window], counted
 
+    def pace(self, own: Sequence[tuple[float, float] | None]) -> float | None:
+        """Return measured ÷ replayed gaps of the window's requests without offline work; None if MIN_ALONE had none.
+
+        `own`: the replayed (TTFT, mean gap) of each request.
+        """
+        measured, replayed, count = 0.0, 0.0, 0
+        for recent, alone in zip(self._window, own, strict=True):
+            if alone is not None and recent.served is not None and recent.served.gaps and not recent.beside_offline:
+                measured += math.fsum(recent.served.gaps)
+                replayed += alone[1] * len(recent.served.gaps)
+                count += 1
+        return measured / replayed if count >= MIN_ALONE and replayed > 0.0 else None
+
     def compare(
         self, slo: SLO, aggregates: dict[str, float], own: Sequence[tuple[float, float] | None]
     ) -> Iterator[tuple[float, dict[str, float]]]:
         """Yield (arrival, excess by key) of every request beside offline work that was not compared before."""
         for recent, alone in zip(self._window, own, strict=True):
             served = recent.served
-            if alone is None or served is None or recent.compared or not recent.beside_offline:
+            if alone is None or served is None or recent.compared:
                 continue
             recent.compared = True
+            if not recent.beside_offline:
+                continue
             excesses = {o.key: excess_over(o, served, aggregates, alone) for o in slo.objectives}
             yield recent.arrival.at, {key: value for key, value in excesses.items() if value is not None}
 
@@ -209,6 +226,7 @@ class Colocation:
         self._refit_errors: dict[str, float] = {}
         self.learned: dict[str, float] = dict.fromkeys(LEARNED, 0)
         self.noise: Mapping[str, float] = {}
+        self._pace_alone = 1.0  # measured ÷ replayed gaps without offline work
         self.set_budget(budget, "as long as no search has ended")
 
     def set_budget(self, budget: BudgetParams, origin: str, *, replayed: bool = False, searched: bool = False) -> None:
@@ -340,8 +358,14 @@ class Colocation:
     def set_baseline(self, aggregates: dict[str, float], own: list[tuple[float, float] | None], now: float) -> None:
         """Set the replayed latencies of `window` without offline work.
 
+        Gaps are scaled by the measured gaps of requests without offline work, since the error of the latency model can
+        exceed the tolerance.
+
         `aggregates`: by metric key. `own`: (TTFT, mean gap) of each request, or None.
         """
+        self._pace_alone = pace = self.recent.pace(own) or self._pace_alone
+        aggregates = {k: v * pace if parse_key(k)[0] in ("tbt", "tpot") else v for k, v in aggregates.items()}
+        own = [alone and (alone[0], alone[1] * pace) for alone in own]
         self._judges[DEFAULT_CLASS].set_baseline(aggregates)
         self._set_objective()
         for arrival, excesses in self.recent.compare(self.slo, aggregates, own):

@@ -29,7 +29,7 @@ from predictor.features import BatchFeatures, LatencyPredictor
 from predictor.judge import aggregate, attainments
 from predictor.load import Lengths, OnlineArrival, resample
 from predictor.model import LatencyModel
-from predictor.online import OnlineModel
+from predictor.online import OnlineModel, StepNoise
 from predictor.slo import SLO, service_of
 
 WARM_UP_SHARE = 0.1
@@ -106,7 +106,7 @@ def _request(name: str, salt: int, lengths: Lengths, request_class: RequestClass
 class ReplayedServer:
     """The replayed server: its configuration, SLO and step times.
 
-    `noise`: measured ÷ predicted times of real steps. Steps draw from it, and the core keeps the same margins as live.
+    `noise`: of real steps. Steps draw from their regime, so that the core keeps the margins of the live server.
     `drafts`: outcomes of the server's drafts; None: it drafts nothing.
     """
 
@@ -114,14 +114,14 @@ class ReplayedServer:
     slo: SLO
     config: SchedulerConfig
     online_policy: str = "fcfs"
-    noise: tuple[float, ...] = ()
+    noise: StepNoise = ()
     drafts: DraftTraces | None = None
 
 
-def normal_noise(mape: float) -> tuple[float, ...]:
+def normal_noise(mape: float) -> StepNoise:
     """Return 99 quantiles of measured ÷ predicted for a mean relative error, assuming log-normal errors."""
     errors = NormalDist(0.0, max(mape, 1e-9) * math.sqrt(math.pi / 2))
-    return tuple(math.exp(errors.inv_cdf((i + 0.5) / 99)) for i in range(99))
+    return (tuple(math.exp(errors.inv_cdf((i + 0.5) / 99)) for i in range(99)),)
 
 
 def replay(workload: ReplayWindow, server: ReplayedServer, budget: BudgetParams, seed: int = 0) -> dict[str, float]:
@@ -174,8 +174,9 @@ def run_workload(workload: ReplayWindow, server: ReplayedServer, budget: BudgetP
     return driver.run(workload.seconds, drain=max(workload.seconds, MIN_DRAIN))
 
 
-def _mean_error(noise: Sequence[float]) -> float:
-    return sum(abs(1.0 / ratio - 1.0) for ratio in noise) / len(noise) if noise else 0.0
+def _mean_error(noise: StepNoise) -> float:
+    errors = [abs(1.0 / ratio - 1.0) for ratios in noise for ratio in ratios]
+    return fmean(errors) if errors else 0.0
 
 
 def metrics_of(run: VirtualRun, slo: SLO, seconds: float) -> dict[str, float]:

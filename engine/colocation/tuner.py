@@ -123,7 +123,8 @@ class BudgetTuner:
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self._changed.set()
-            if now - self._compared_at >= BASELINE_SECONDS and self._colocation.recent.num_new >= MIN_COMPARED:
+            due = now - self._compared_at >= BASELINE_SECONDS and self._colocation.has_offline(now, OFFLINE_SECONDS)
+            if due and self._colocation.recent.num_new >= MIN_COMPARED:
                 self._compare.set()
 
     async def _tune(self) -> None:
@@ -266,7 +267,7 @@ class BudgetTuner:
         model = self._colocation.model
         if model.num_observed < MIN_STEPS:
             return self._server
-        return replace(self._server, model=model.as_fixed(), noise=tuple(model.residuals()))
+        return replace(self._server, model=model.as_fixed(), noise=model.residuals())
 
     async def _compare_on(self) -> None:
         """Run baselines beside the searches, to measure how a tolerance is kept."""
