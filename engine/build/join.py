@@ -359,8 +359,7 @@ def make_controller(
     calendar = time.time() - time.monotonic()
     load, table = store.read(time.time(), say)
     colocation = Colocation(core, model, slo, budget, calendar=calendar, load=load)
-    limited = on_cpu and not slo.tolerances()
-    child = partial(run_child, busy=lambda: core.state.has_online) if limited else run_child
+    child = partial(run_child, busy=lambda: core.state.has_online) if on_cpu else run_child
     refit = ModelRefit(colocation, profile, folder / profile.key.filename(), child)
     return core, colocation, BudgetTuner(colocation, server, table, store, child=child, refit=refit)
 
