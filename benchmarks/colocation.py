@@ -5,7 +5,8 @@ priority -, (4) ours: they have `service_tier: "flex"`, (5) the offline side is 
 through /v1/files and /v1/batches. Online requests are judged by their TTFT from the scheduled arrival and the
 nearest-rank P99 of their own gaps, pooled over the seeds and paired by request between arms. Every arm has a server of
 its own; its first seconds do not count. With `--slo 5%` the server promises a tolerance instead of the limits. The
-excess of TTFT and gaps over those alone is printed by pairs of requests; the arm "online again" shows its noise.
+excess of TTFT and gaps over those alone is printed by pairs of requests; the arm "online again" shows its noise. With
+`--one-server` the arms take turns on one server, so that a machine whose speed changes within minutes favours none.
 `--plot FILE.svg` makes one run with a sine-shaped online load instead and draws it.
 """
 
@@ -13,7 +14,7 @@ import argparse
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -34,6 +35,7 @@ from benchmarks.loads import (
     WARM_UP,
     Run,
     judged,
+    learn,
     paired_bound,
     poisson,
     run_alone,
@@ -75,14 +77,20 @@ def summarise(name: str, runs: list[Run], ttft: float, tbt: float) -> None:
 
 def compare(serve: Callable[[], AbstractContextManager[str]], args: argparse.Namespace) -> None:
     rate = args.rate
-    settings = {"outstanding": args.outstanding, "job_rate": args.job_rate, "learning": args.learning}
+    settings, learning = {"outstanding": args.outstanding, "job_rate": args.job_rate}, args.learning
     arms: dict[str, list[Run]] = {name: [] for name in args.arms}
-    for seed in range(1, args.seeds + 1):
-        arrivals = poisson(constant_rate(rate), args.seconds, seed)
-        for name in arms:
-            online = [] if name == "offline only" else arrivals
-            arms[name].append(run_alone(serve, rate, online, args.seconds, TIERS[name], seed, **settings))
-            summarise(f"  {name} {seed}", arms[name][-1:], args.ttft, args.tbt)
+    with ExitStack() as shared:
+        if args.one_server:
+            url = shared.enter_context(serve())
+            learn(url, rate, learning, **settings)
+            serve, learning = lambda: nullcontext(url), 0.0
+        for seed in range(1, args.seeds + 1):
+            arrivals = poisson(constant_rate(rate), args.seconds, seed)
+            for name in arms if seed % 2 else reversed(arms):
+                online = [] if name == "offline only" else arrivals
+                run = run_alone(serve, rate, online, args.seconds, TIERS[name], seed, learning, **settings)
+                arms[name].append(run)
+                summarise(f"  {name} {seed}", [run], args.ttft, args.tbt)
     print(TABLE.heading)
     for name, runs in arms.items():
         summarise(name, runs, args.ttft, args.tbt)
@@ -164,6 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--slo", help="the server's promise, such as 5%% (default: the limits of --ttft and --tbt)")
     parser.add_argument("--learning", type=float, help="seconds of load before each arm; a tolerance needs about 180")
+    parser.add_argument("--one-server", action="store_true", help="all arms and seeds on one server, in turns")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw a run with a sine-shaped online load")
     args = parser.parse_args(argv)
     if args.job_rate is not None and args.job_rate <= 0.0:

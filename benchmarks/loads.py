@@ -153,11 +153,17 @@ def run_alone(
     **settings: Any,
 ) -> Run:
     """Run one arm on a server of its own, so that no arm changes another, after `learning` seconds of the load."""
-    before = LEARNING if learning is None else learning
     with serve() as url:
-        warm = [i / rate for i in range(int(rate * before))]
-        asyncio.run(run_arm(url, warm, before, "flex", 0, **settings))
+        learn(url, rate, learning, **settings)
         return asyncio.run(run_arm(url, arrivals, seconds, tier, seed, **settings))
+
+
+def learn(url: str, rate: float, seconds: float | None, **settings: Any) -> None:
+    """Send `seconds` of the load (None: LEARNING) with offline work, so that the server learns it."""
+    seconds = LEARNING if seconds is None else seconds
+    if seconds > 0.0:
+        warm = [i / rate for i in range(int(rate * seconds))]
+        asyncio.run(run_arm(url, warm, seconds, "flex", 0, **settings))
 
 
 def check_job(job: JobRecord) -> None:
