@@ -13,6 +13,7 @@ from windows import poisson_window
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
 from engine.colocation.keeper import LEAD_IN, MIN_OFFLINE, Colocation, replay_alone, workload_of
 from engine.colocation.replay import (
+    TOLERANCE_SHARE,
     ReplayedServer,
     ReplayWindow,
     baseline_noise,
@@ -268,6 +269,17 @@ def test_the_search_sees_how_much_real_steps_vary() -> None:
     assert found.best.metrics["tbt_p99"] <= 0.040 and found.best.throughput > 0
     assert noise[0][49] == pytest.approx(1.0)
     assert sum(abs(1 - ratio) for ratio in noise[0]) / len(noise[0]) == pytest.approx(0.15, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_search_uses_half_of_a_tolerance() -> None:
+    """Live chats lose more than a replay shows."""
+    first, second = (poisson_window(4.0, 100, 40, 10.0, seed) for seed in (1, 2))
+    server = replace(SERVER, slo=SLO.parse("tbt_mean=40%"))
+    found = find_budget(first, [second], server, max_evaluations=12)
+    longer = found.best.metrics["tbt_mean"] / found.baseline.metrics["tbt_mean"] - 1.0
+    assert found.best.throughput > 0 and 0.05 < longer <= 0.8 * TOLERANCE_SHARE * 0.4
+    assert replay(second, server, found.params)["offline_throughput"] > 0
 
 
 def test_steps_draw_the_noise_of_their_regime() -> None:
