@@ -104,8 +104,8 @@ class EngineConfig:
         joint=";",
     )
     online_policy: str = flag(
-        "goodput",
-        "order of online requests if memory is short: goodput[:TAIL], goodput-strict, apt[:TAIL], larry[:ALPHA], fcfs",
+        "goodput-strict",
+        "order of online requests if memory is short: goodput-strict, goodput[:TAIL], apt[:TAIL], larry[:ALPHA], fcfs",
     )
     offload_weights: str = flag(
         "off", "memory for weights in GiB, or auto (free memory); the rest streams in every step; off: none streams"

@@ -12,7 +12,7 @@ weight of a request that has missed its SLO, see `engine.scheduling.selection`.
   and those to run from hidden state if the model supports it;
 - `goodput` (ours): the same knapsack with one point for each request that can still meet the SLO;
 - `goodput-strict` (ours): late requests count almost nothing, and lose their memory to requests that can still meet the
-  SLO. More requests meet the SLO, but tail latencies are several times as long.
+  SLO. More requests meet the SLO, and those that miss it wait longer.
 
 Policies know nothing of steps, unit locations or time limits.
 """
