@@ -42,7 +42,7 @@ from gateway.store.rows import (
     read_page,
     read_record_row,
 )
-from gateway.store.writer import OBJECTS, RowConnection, Rows, exclusive, transaction
+from gateway.store.writer import OBJECTS, RowConnection, Rows, transaction
 
 OWNER = -1
 DEAD_SECONDS = 15
@@ -86,7 +86,7 @@ class ServerRows(Rows):
 class LeaseRows(ServerRows):
     """Servers and their leases. `takes_over`: whether leases of servers without a heartbeat are free."""
 
-    @transaction
+    @transaction()
     def beat(self, connection: RowConnection, rate: float, takes_over: bool) -> Beat:
         """Record a heartbeat of this server with its rate in work per second."""
         now = self._now(connection)
@@ -126,12 +126,12 @@ class LeaseRows(ServerRows):
             servers["num"],
         )
 
-    @transaction
+    @transaction()
     def leave(self, connection: RowConnection, server: str) -> None:
         """Free the leases of a server that has ended."""
         connection.execute("DELETE FROM servers WHERE id = ?", (server,))
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def take_batch(self, connection: RowConnection, batch_id: str, takes_over: bool) -> bool:
         """Own an unfinished batch, if no other server does. Return whether this server owns it."""
         taken = connection.execute(
@@ -142,7 +142,7 @@ class LeaseRows(ServerRows):
         )
         return taken.rowcount > 0
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def add_runs(self, connection: RowConnection, batch_id: str, size: int, blocks: Sequence[int]) -> None:
         """Make the runs of a batch available. A run without a pending line gets no row.
 
@@ -161,7 +161,7 @@ class LeaseRows(ServerRows):
             ((seq, run, size) for run, block in enumerate(blocks) if block in pending),
         )
 
-    @transaction
+    @transaction()
     def take_runs(
         self, connection: RowConnection, batch_id: str, ended: Sequence[int], most: int, takes_over: bool
     ) -> list[int]:
@@ -182,7 +182,7 @@ class LeaseRows(ServerRows):
         connection.executemany(query, [(self.server, seq, run) for run in taken])
         return taken
 
-    @transaction
+    @transaction()
     def release_runs(self, connection: RowConnection, batch_id: str) -> None:
         """Free this server's runs of a batch."""
         query = (
@@ -191,7 +191,7 @@ class LeaseRows(ServerRows):
         )
         connection.execute(query, (self.server, batch_id))
 
-    @transaction
+    @transaction()
     def has_other_feeders(self, connection: RowConnection, batch_id: str) -> bool:
         """Return whether another server has runs of the batch."""
         query = (
@@ -201,7 +201,7 @@ class LeaseRows(ServerRows):
         values = {"server": self.server, "since": self._since(connection, True), "id": batch_id}
         return connection.execute(query, values).fetchone() is not None
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def reserve(self, connection: RowConnection, batch_id: str, num_bytes: int) -> int | None:
         """Return an offset in the journal of a batch at which only this server writes; None for an ended batch."""
         row = connection.execute(
@@ -228,7 +228,7 @@ MAX_ASKED = 1000
 class BatchRows(Rows):
     """Rows of batches and their lines. A `tenant` of None means all tenants."""
 
-    @exclusive(OBJECTS)
+    @transaction(OBJECTS)
     def create_batch(
         self,
         connection: RowConnection,
@@ -263,16 +263,16 @@ class BatchRows(Rows):
         insert_batch(connection, batch, idempotency)
         return batch
 
-    @transaction
+    @transaction()
     def get_batch(self, connection: RowConnection, tenant: str | None, batch_id: str) -> BatchJob | None:
         return _find(connection, batch_id, tenant)
 
-    @transaction
+    @transaction()
     def load_batch(self, connection: RowConnection, batch_id: str) -> BatchJob:
         """Return an existing batch of any tenant."""
         return _load(connection, batch_id)
 
-    @transaction
+    @transaction()
     def list_batches(
         self, connection: RowConnection, tenant: str | None, page: Page, endpoint: str | None = None
     ) -> tuple[list[BatchJob], bool]:
@@ -282,12 +282,12 @@ class BatchRows(Rows):
         rows, more = read_page(connection, "batches", where, values, page)
         return [read_batch_row(row) for row in rows], more
 
-    @transaction
+    @transaction()
     def unfinished_batches(self, connection: RowConnection) -> list[BatchJob]:
         query = f"SELECT * FROM batches WHERE status IN {UNFINISHED_STATES} ORDER BY seq"
         return [read_batch_row(row) for row in connection.execute(query)]
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def move_batch(
         self, connection: RowConnection, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
     ) -> BatchJob:
@@ -303,13 +303,13 @@ class BatchRows(Rows):
             connection.execute("UPDATE batches SET errors = ? WHERE id = ?", (text, batch_id))
         return _load(connection, batch_id)
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def note_error(self, connection: RowConnection, batch_id: str, error: InputError) -> None:
         """Add an error to a running batch, unless it already has one."""
         query = "UPDATE batches SET errors = ? WHERE id = ? AND errors = '[]'"
         connection.execute(query, (json.dumps([list(error)]), batch_id))
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def cancel_batch(self, connection: RowConnection, tenant: str | None, batch_id: str, now: int) -> BatchJob | None:
         """Move a batch to `cancelling` if its state allows, and return it; None if it does not exist."""
         if _find(connection, batch_id, tenant) is None:
@@ -318,12 +318,12 @@ class BatchRows(Rows):
             _move(connection, batch_id, BatchStatus.CANCELLING, now)
         return _load(connection, batch_id)
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def delete_batch(self, connection: RowConnection, batch_id: str) -> None:
         """Remove the row of a batch that has ended."""
         connection.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def add_lines(self, connection: RowConnection, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
         """Add lines of a batch under validation; `first`: remove the lines of an interrupted attempt. Raises
         IllegalTransition for a former owner."""
@@ -336,7 +336,7 @@ class BatchRows(Rows):
             ((batch, *line) for line in lines),
         )
 
-    @exclusive("batch_id", OBJECTS)
+    @transaction("batch_id", OBJECTS)
     def start_batch(
         self,
         connection: RowConnection,
@@ -357,18 +357,18 @@ class BatchRows(Rows):
         connection.execute("UPDATE batches SET total = ?, model = ? WHERE id = ?", (total, model, batch_id))
         return _load(connection, batch_id)
 
-    @transaction
+    @transaction()
     def lines_at(self, connection: RowConnection, batch_id: str, ranks: Sequence[int]) -> list[LineRef]:
         """Return the lines of the given ranks that have no result, in the order of `ranks`."""
         found = _pending(connection, _seq(connection, batch_id), ranks)
         return [found[rank] for rank in ranks if rank in found]
 
-    @transaction
+    @transaction()
     def count_lines(self, connection: RowConnection, batch_id: str) -> tuple[int, int, int]:
         """Return the number of indexed lines of a batch: all, succeeded, failed."""
         return _count(connection, _seq(connection, batch_id))
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def add_results(self, connection: RowConnection, batch_id: str, results: Sequence[LineResult]) -> BatchJob:
         """Record results whose rows are durable in the journal. Lines that have a result keep it, and its usage."""
         batch, counts, usage = _seq(connection, batch_id), [0, 0], Usage()
@@ -391,7 +391,7 @@ class BatchRows(Rows):
         )
         return _load(connection, batch_id)
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def run_again(self, connection: RowConnection, batch_id: str, ranks: Sequence[int], usage: Usage) -> BatchJob:
         """Remove the results of the given lines, recount, and move the batch back to `in_progress`. `usage`: token
         usage of the remaining results. Raises IllegalTransition."""
@@ -413,14 +413,14 @@ class BatchRows(Rows):
         _set_usage(connection, seq, usage)
         return _load(connection, batch_id)
 
-    @transaction
+    @transaction()
     def line_records(self, connection: RowConnection, batch_id: str, after_rank: int, limit: int) -> list[LineRecord]:
         """Return lines with their results, ordered by rank."""
         query = "SELECT * FROM lines WHERE batch = ? AND rank > ? ORDER BY rank LIMIT ?"
         rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
         return [read_record_row(row) for row in rows]
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def finish_batch(
         self,
         connection: RowConnection,

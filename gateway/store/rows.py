@@ -29,7 +29,7 @@ from gateway.store.objects import (
     new_batch_id,
     new_file_id,
 )
-from gateway.store.writer import OBJECTS, RowConnection, Rows, exclusive, transaction
+from gateway.store.writer import OBJECTS, RowConnection, Rows, transaction
 
 Row = Any
 """A row with values by column name and by position; `dict(row)` is possible."""
@@ -162,7 +162,7 @@ def owned(tenant: str | None) -> str:
 class FileRows(Rows):
     """Rows of files. Expired files and files of other tenants count as missing; `tenant` None means all tenants."""
 
-    @exclusive(OBJECTS)
+    @transaction(OBJECTS)
     def add_file(self, connection: RowConnection, file: FileObject, max_bytes: int | None = None) -> None:
         """Add a file. `max_bytes`: quota for all files of the tenant. Raises StorageQuota."""
         known = connection.execute("SELECT 1 FROM files WHERE id = ?", (file.id,)).fetchone()
@@ -172,16 +172,16 @@ class FileRows(Rows):
                 raise StorageQuota(used)
         insert_file(connection, file)
 
-    @transaction
+    @transaction()
     def stored_bytes(self, connection: RowConnection, tenant: str, now: int) -> int:
         """Return the total size of a tenant's files in bytes."""
         return _stored_bytes(connection, tenant, now)
 
-    @transaction
+    @transaction()
     def get_file(self, connection: RowConnection, tenant: str | None, file_id: str, now: int) -> FileObject | None:
         return find_file(connection, tenant, file_id, now)
 
-    @transaction
+    @transaction()
     def list_files(
         self, connection: RowConnection, tenant: str | None, page: Page, purpose: str | None, now: int
     ) -> tuple[list[FileObject], bool]:
@@ -193,7 +193,7 @@ class FileRows(Rows):
         rows, more = read_page(connection, "files", where, values, page)
         return [read_file_row(row) for row in rows], more
 
-    @exclusive(OBJECTS)
+    @transaction(OBJECTS)
     def delete_file(self, connection: RowConnection, tenant: str | None, file_id: str, now: int) -> bool:
         """Delete a file; return False if it does not exist. Raises FileInUse for the input of an unfinished batch."""
         if find_file(connection, tenant, file_id, now) is None:
@@ -204,13 +204,13 @@ class FileRows(Rows):
             raise FileInUse
         return True
 
-    @transaction
+    @transaction()
     def newest_time(self, connection: RowConnection) -> int | None:
         """Return the newest time at which a file or batch was created; None without one."""
         query = "SELECT MAX(created_at) AS newest FROM files UNION ALL SELECT MAX(created_at) FROM batches"
         return max((row["newest"] for row in connection.execute(query) if row["newest"] is not None), default=None)
 
-    @exclusive(OBJECTS)
+    @transaction(OBJECTS)
     def expire_files(self, connection: RowConnection, now: int, limit: int) -> list[str]:
         """Mark expired files as deleted, except inputs in use, and return their ids for removal of the bodies."""
         rows = connection.execute(
@@ -220,20 +220,20 @@ class FileRows(Rows):
         )
         return [row["id"] for row in rows]
 
-    @transaction
+    @transaction()
     def old_tombstones(self, connection: RowConnection, now: int, limit: int) -> list[str]:
         """Return the ids of files that were deleted more than TOMBSTONE_SECONDS ago."""
         query = "SELECT id FROM files WHERE deleted_at < ? LIMIT ?"
         values = (now - TOMBSTONE_SECONDS, limit)
         return [row["id"] for row in connection.execute(query, values)]
 
-    @transaction
+    @transaction()
     def purge_files(self, connection: RowConnection, file_ids: Sequence[str]) -> None:
         """Remove the rows of deleted files whose bodies have been removed."""
         query = "DELETE FROM files WHERE id = ? AND deleted_at IS NOT NULL"
         connection.executemany(query, ((file_id,) for file_id in file_ids))
 
-    @transaction
+    @transaction()
     def known_files(self, connection: RowConnection, file_ids: Sequence[str]) -> set[str]:
         """Return the ids that belong to a file of any tenant that has not been deleted."""
         query = "SELECT 1 FROM files WHERE id = ? AND deleted_at IS NULL"

@@ -243,25 +243,15 @@ class Rows:
 
 
 def transaction(
-    work: Callable[Concatenate[RowsT, RowConnection, Arguments], ResultT],
-) -> Callable[Concatenate[RowsT, Arguments], Coroutine[Any, Any, ResultT]]:
-    """Make a method with a connection a coroutine without: the writer's thread runs the method as one transaction."""
-
-    @wraps(work)
-    async def run(rows: RowsT, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> ResultT:
-        return await rows._writer.run(lambda connection: work(rows, connection, *args, **kwargs))
-
-    return run
-
-
-def exclusive(
     *locks: str,
 ) -> Callable[
     [Callable[Concatenate[RowsT, RowConnection, Arguments], ResultT]],
     Callable[Concatenate[RowsT, Arguments], Coroutine[Any, Any, ResultT]],
 ]:
-    """Make a method a transaction, as `transaction`, which no other server runs at the same time with the same locks.
-    `locks`: OBJECTS, or names of parameters, whose values are locked."""
+    """Make a method with a connection a coroutine without: the writer's thread runs the method as one transaction.
+
+    No other server runs a transaction with the same locks at the same time. `locks`: OBJECTS, or names of parameters,
+    whose values are locked."""
 
     def decorate(
         work: Callable[Concatenate[RowsT, RowConnection, Arguments], ResultT],
