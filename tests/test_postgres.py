@@ -181,14 +181,14 @@ async def test_a_commit_in_doubt_is_settled_by_the_next_connection(postgres: Pos
 async def test_a_server_that_does_not_answer(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
     store, file = open_remote(postgres.address), a_file()
     await store.add_file(file)
-    (backend,) = await store._writer.run(lambda c: c.execute("SELECT pg_backend_pid()").fetchone())
+    row = await store._writer.run(lambda c: c.execute("SELECT pg_backend_pid() AS backend").fetchone())
     for name, value in {"ANSWER_SECONDS": 0.3, "LOCK_SECONDS": 0.1, "RETRY_SECONDS": 0.0}.items():
         monkeypatch.setattr(f"gateway.store.postgres.{name}", value)
-    os.kill(backend, signal.SIGSTOP)
+    os.kill(row["backend"], signal.SIGSTOP)
     with pytest.raises(StorageError) as refused:
         await store.get_file("t", file.id, NOW)
     assert refused.value.status == 503
-    os.kill(backend, signal.SIGCONT)
+    os.kill(row["backend"], signal.SIGCONT)
     monkeypatch.setattr("gateway.store.postgres.LOCK_SECONDS", 60.0)
     assert await store.get_file("t", file.id, NOW) == file
     await store.close()

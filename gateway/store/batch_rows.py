@@ -484,9 +484,12 @@ def _check_lines(connection: RowConnection, batch: BatchJob, lines: int, max_lin
 
 
 def _count(connection: RowConnection, seq: int) -> tuple[int, int, int]:
-    query = "SELECT COUNT(*), COALESCE(SUM(succeeded), 0), COUNT(succeeded) FROM lines WHERE batch = ?"
-    lines, good, ended = connection.execute(query, (seq,)).fetchone()
-    return lines, good, ended - good
+    query = (
+        "SELECT COUNT(*) AS lines, COALESCE(SUM(succeeded), 0) AS good, COUNT(succeeded) AS ended FROM lines "
+        "WHERE batch = ?"
+    )
+    row = connection.execute(query, (seq,)).fetchone()
+    return row["lines"], row["good"], row["ended"] - row["good"]
 
 
 def _set_usage(connection: RowConnection, seq: int, usage: Usage) -> None:

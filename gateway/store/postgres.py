@@ -16,6 +16,7 @@ from typing import Any
 import psycopg
 from psycopg.adapt import Loader
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import dict_row
 from psycopg.types.numeric import Int8Dumper
 from psycopg.types.string import StrDumperUnknown, TextLoader
 
@@ -109,28 +110,6 @@ class _NumberLoader(Loader):  # type: ignore[misc]
         return float(text) if b"." in text else int(text)
 
 
-class _Row(tuple[Any, ...]):
-    """Values by column name and by position."""
-
-    names: Mapping[str, int]
-
-    def keys(self) -> Iterable[str]:
-        return self.names
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(self.names[key] if isinstance(key, str) else key)
-
-
-@lru_cache(256)
-def _row_type(names: tuple[bytes, ...]) -> type[_Row]:
-    return type("Row", (_Row,), {"names": {name.decode(): place for place, name in enumerate(names)}})
-
-
-def _make_rows(cursor: Any) -> Callable[[Sequence[Any]], Any]:
-    result = cursor.pgresult
-    return _row_type(tuple(result.fname(place) for place in range(result.nfields))) if result is not None else tuple
-
-
 class _Connection(psycopg.Connection):  # type: ignore[misc]
     """Closes after a statement without an answer."""
 
@@ -196,6 +175,7 @@ def open_database(address: str, objects: str | None = None) -> PostgresConnectio
     adapters.register_dumper(int, Int8Dumper)  # one type, so that a statement is prepared once
     adapters.register_loader("text", _UnescapingLoader)
     adapters.register_loader("numeric", _NumberLoader)
+    connection.row_factory = dict_row
     return PostgresConnection(connection)
 
 
@@ -205,7 +185,7 @@ def _connect(address: str) -> Any:
     except psycopg.ProgrammingError as error:
         raise _unusable(error) from error
     try:
-        return _Connection.connect(**options, autocommit=True, row_factory=_make_rows)
+        return _Connection.connect(**options, autocommit=True)
     except psycopg.OperationalError as error:
         is_late = isinstance(error, psycopg.errors.ConnectionTimeout)
         if not is_late and psycopg.pq.PGconn.ping(make_conninfo(**options).encode()) == psycopg.pq.Ping.OK:
@@ -354,8 +334,8 @@ class PostgresWriter(Writer):
             self._connection.execute(query, (sorted(locks),))
 
     def _has_changed(self) -> bool:
-        query = "SELECT CAST(pg_current_xact_id_if_assigned() AS text)"
-        (self._transaction,) = self._connection.execute(query).fetchone()
+        query = "SELECT CAST(pg_current_xact_id_if_assigned() AS text) AS id"
+        self._transaction = self._connection.execute(query).fetchone()["id"]
         return self._transaction is not None
 
     def _roll_back(self) -> None:
@@ -370,9 +350,10 @@ class PostgresWriter(Writer):
         self._was_lost = self._is_in_doubt = True
         with suppress(StorageError, ConfigError, OSError, psycopg.Error):
             self._open()
-            row = self._connection.execute("SELECT pg_xact_status(CAST(? AS xid8))", (self._transaction,)).fetchone()
-            self._is_in_doubt = row[0] not in ("committed", "aborted")
-            return bool(row[0] == "committed")
+            query = "SELECT pg_xact_status(CAST(? AS xid8)) AS status"
+            status = self._connection.execute(query, (self._transaction,)).fetchone()["status"]
+            self._is_in_doubt = status not in ("committed", "aborted")
+            return bool(status == "committed")
         return False
 
     def _is_repeatable(self, error: Exception) -> bool:

@@ -84,7 +84,7 @@ class RecoveryRows(Rows):
     def bodies(self, connection: RowConnection, after: int, limit: int) -> list[tuple[int, str, int]]:
         """Return sequence number, id and size of stored files with numbers above `after`, in order."""
         query = "SELECT seq, id, bytes FROM files WHERE seq > ? AND deleted_at IS NULL ORDER BY seq LIMIT ?"
-        return [tuple(row) for row in connection.execute(query, (after, limit))]
+        return [(row["seq"], row["id"], row["bytes"]) for row in connection.execute(query, (after, limit))]
 
     @transaction()
     def damaged_batches(self, connection: RowConnection) -> dict[int, dict[str, Any]]:

@@ -32,7 +32,7 @@ from gateway.store.objects import (
 from gateway.store.writer import OBJECTS, RowConnection, Rows, transaction
 
 Row = Any
-"""A row with values by column name and by position; `dict(row)` is possible."""
+"""A row with values by column name; `dict(row)` is possible."""
 ROW_DAMAGED = "record_damaged"
 
 

@@ -26,7 +26,7 @@ MAX_GROUP = 256  # committing this many rows takes about five times as long as o
 
 
 class Cursor(Protocol):
-    """Outcome of a statement. Rows have values by column name and by position."""
+    """Outcome of a statement. Rows have values by column name."""
 
     @property
     def rowcount(self) -> int: ...
