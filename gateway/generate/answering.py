@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,6 @@ from typing import Any, Protocol, TypeVar, cast
 
 import anyio.to_thread
 import orjson
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -42,42 +41,8 @@ from predictor.slo import parse_slo
 
 ResultT = TypeVar("ResultT")
 
-INLINE_PARTS = 256  # objects and list entries: planning takes about 10 us each
-INLINE_CHARS = 32 * 1024  # characters of all strings
 LONGEST_REST = 0.05
 """Maximum sleep in seconds."""
-
-
-def is_large(body: Any) -> bool:
-    """Return whether the body has more than INLINE_PARTS objects and list entries or INLINE_CHARS characters in total.
-    Visits at most INLINE_PARTS objects and lists."""
-    parts, chars = 0, 0
-    waiting = [body]
-    while waiting:
-        value = waiting.pop()
-        children: Iterable[Any] = ()
-        if isinstance(value, str):
-            chars += len(value)
-        elif isinstance(value, BaseModel):
-            children = [child for child in value.__dict__.values() if child is not None]
-            parts += 1
-        elif isinstance(value, list | tuple | dict):
-            parts += len(value)
-            if isinstance(value, dict):
-                children = [*value, *value.values()] if parts <= INLINE_PARTS else ()
-            else:
-                children = value
-        if parts > INLINE_PARTS or chars > INLINE_CHARS:
-            return True
-        waiting.extend(children)
-    return False
-
-
-async def run_by_size(context: GatewayContext, body: BaseModel, work: Callable[[], ResultT]) -> ResultT:
-    """Run work whose time grows with the body: at once for a small body, else in a thread, one request at a time."""
-    if not is_large(body):
-        return work()
-    return await anyio.to_thread.run_sync(work, limiter=context.parse_thread)
 
 
 async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) -> ResultT:
@@ -96,6 +61,7 @@ def at_half_speed(work: Callable[[], ResultT]) -> ResultT:
 
 INLINE_BYTES = 32 * 1024  # larger bodies are parsed in a thread
 CHARS_PER_TOKEN = 4  # estimate for prompts before tokenization
+CHARS_PER_PROMPT = 16  # added to each prompt of a list
 INLINE_ANSWER_PARTS = 2000  # deltas, tokens with logprobs, parts of vectors; each takes 1 to 30 us
 _PART_BYTES = 64  # bytes of a vector that count as one part
 READ_INLINE = 2000  # longer prompts, in characters, are tokenized in a thread

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from engine.errors import InvalidRequestError
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import OutputDelta
-from gateway.generate.answering import ModelEndpoint, run_by_size
+from gateway.generate.answering import ModelEndpoint
 from gateway.generate.history import arguments_text, readable_turns
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_formats import Call
@@ -476,13 +476,12 @@ def _event(kind: str, **fields: Any) -> bytes:
     return named_event({"type": kind, **fields})
 
 
-async def _translate(context: GatewayContext, body: PromptBody) -> Translation:
-    template, reasons = context.tokenizer.chat_template_text, context.thought_marks is not None
-    return await run_by_size(context, body, lambda: translate(body, template, reasons))
+def _translate(context: GatewayContext, body: PromptBody) -> Translation:
+    return translate(body, context.tokenizer.chat_template_text, context.thought_marks is not None)
 
 
 async def _plan(context: GatewayContext, body: MessagesRequest, tenant: str) -> GenerationPlan:
-    return await plan_translated(context, await _translate(context, body), tenant, "msg_", clip=True)
+    return await plan_translated(context, body, _translate, tenant, "msg_", clip=True)
 
 
 MESSAGES = ModelEndpoint(

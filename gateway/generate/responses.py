@@ -16,7 +16,7 @@ from engine.api import MAX_LOGPROBS
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import OutputDelta
-from gateway.generate.answering import ModelEndpoint, run_by_size
+from gateway.generate.answering import ModelEndpoint
 from gateway.generate.completions import chat_logprobs
 from gateway.generate.history import readable_items
 from gateway.generate.params import GenerationPlan
@@ -586,12 +586,12 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
-async def _translate(context: GatewayContext, body: ResponsesRequest) -> Translation:
-    return await run_by_size(context, body, lambda: translate(body))
+def _translate(_: GatewayContext, body: ResponsesRequest) -> Translation:
+    return translate(body)
 
 
 async def _plan(context: GatewayContext, body: ResponsesRequest, tenant: str) -> GenerationPlan:
-    return await plan_translated(context, await _translate(context, body), tenant, "resp_")
+    return await plan_translated(context, body, _translate, tenant, "resp_")
 
 
 RESPONSES = ModelEndpoint(
