@@ -19,7 +19,7 @@ from pydantic import Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.batch.resources import (
@@ -471,11 +471,7 @@ async def open_content(request: Request, file: FileObject) -> "FileContent":
     return content
 
 
-def _nothing() -> None:
-    """Nothing to abort on a disconnect: cancelling the task stops the reads."""
-
-
-class FileContent(Response):
+class FileContent(StreamingResponse):
     """Send an open file, and close it in every case. Result files are verified as they are sent. Reading and verifying
     stop when the client disconnects. Raises ApiError 500 for a truncated upload.
 
@@ -485,8 +481,6 @@ class FileContent(Response):
     media_type = "application/octet-stream"
 
     def __init__(self, file: FileObject, descriptor: int, readers: CapacityLimiter) -> None:
-        self.status_code = 200
-        self.background = None
         self._descriptor = descriptor
         self._readers = readers
         self._first = b""
@@ -498,7 +492,7 @@ class FileContent(Response):
         else:
             headers["content-length"] = str(_check_size(file, descriptor))
             self._pieces = _read_pieces(descriptor, file.bytes)
-        self.init_headers(headers)
+        super().__init__(self.pieces(), headers=headers)
 
     async def begin(self) -> None:
         """Read the first piece, so that a file that cannot be read is an error response. Raises StorageError."""
@@ -506,21 +500,16 @@ class FileContent(Response):
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_while_connected(receive, lambda: self._send(send), _nothing)
+            await run_while_connected(receive, lambda: self.stream_response(send), lambda: None)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close the file, and drop what was read ahead: `_pieces` refers back to this object, and a thread to it."""
+        """Close the file, and drop what was read ahead: the pieces refer back to this object, and a thread to it."""
         self._pieces.close()
+        del self.body_iterator
         self._first = b""
         os.close(self._descriptor)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for piece in self.pieces():
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the content, read piece by piece. A StorageError breaks the response off."""

@@ -1,6 +1,7 @@
 """/v1/messages/batches: Anthropic's Message Batches. They are batches of the endpoint /v1/messages, and batches of
 this endpoint that /v1/batches created are shown as well."""
 
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
@@ -11,7 +12,7 @@ from anyio import to_thread
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import InvalidRequestError
@@ -220,33 +221,28 @@ def _as_json(batch: BatchJob) -> dict[str, Any]:
     }
 
 
-class MessageResults(Response):
+class MessageResults(StreamingResponse):
     """The rows of our result files in Anthropic's form."""
 
     media_type = "application/x-jsonl"
 
     def __init__(self, contents: list[FileContent]) -> None:
-        self.status_code = 200
-        self.background = None
         self._contents = contents
-        self.init_headers({"x-content-type-options": "nosniff"})
+        super().__init__(self._rows(), headers={"x-content-type-options": "nosniff"})
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_while_connected(receive, lambda: self._send(send), lambda: None)
+            await run_while_connected(receive, lambda: self.stream_response(send), lambda: None)
         finally:
             for content in self._contents:
                 content.close()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _rows(self) -> AsyncIterator[bytes]:
         for content in self._contents:
             rest = b""
             async for piece in content.pieces():
                 whole, end, rest = (rest + piece).rpartition(b"\n")
-                rows = await to_thread.run_sync(_message_rows, whole + end)
-                await send({"type": "http.response.body", "body": rows, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                yield await to_thread.run_sync(_message_rows, whole + end)
 
 
 def _message_rows(rows: bytes) -> bytes:
