@@ -27,7 +27,6 @@ from engine.errors import ConfigError, InvalidRequestError
 from gateway.batch.files import (
     FileContent,
     find_file,
-    no_such_file,
     remove_file,
     room,
     store_content,
@@ -42,7 +41,7 @@ from gateway.generate.validation import StrictBody, parse_json, validate
 from gateway.http.errors import ApiError
 from gateway.http.sse import run_while_connected
 from gateway.store.disk import DiskFile
-from gateway.store.objects import FILE_ID, TERMINAL, BatchJob, FileObject, new_batch_id
+from gateway.store.objects import FILE_ID, TERMINAL, BatchJob, FileObject, NoSuchFile, new_batch_id
 from tidemill.batch import prompt_chars
 from tidemill.journal import ResultFiles
 from tidemill.recipe import CHAT, Recipe, SourceRows
@@ -268,7 +267,7 @@ async def _table_lines(request: Request) -> AsyncIterator[TableLines]:
     if FILE_ID.fullmatch(body.input_file_id):
         source = await state.folder.store.get_file(tenant, body.input_file_id, state.expiry_now())
     if source is None:
-        raise no_such_file("input_file_id")
+        raise NoSuchFile("input_file_id")
     max_bytes = await room(request, context.keys.quota(tenant).bytes)
     async with _workplace(request, source) as path:
         with state.folder.disk.storing():

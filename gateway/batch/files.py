@@ -30,7 +30,6 @@ from gateway.batch.resources import (
     read_page,
     refuse,
     state_of,
-    unknown_cursor,
 )
 from gateway.batch.results import intact_parts
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
@@ -41,7 +40,7 @@ from gateway.http.errors import ApiError
 from gateway.http.keys import limit_reached
 from gateway.http.sse import run_while_connected
 from gateway.store.disk import DiskFile, StorageError, UnreadableError, read_errors
-from gateway.store.objects import FILE_ID, FileInUse, FileObject, StorageQuota, UnknownCursor, new_file_id
+from gateway.store.objects import FILE_ID, FileObject, NoSuchFile, StorageQuota, new_file_id
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -392,10 +391,7 @@ async def list_files(request: Request) -> Response:
     state = state_of(request)
     page = read_page(request, default=MAX_LISTED, most=MAX_LISTED, orders=True)
     purpose = request.query_params.get("purpose") or None
-    try:
-        files, more = await state.folder.store.list_files(listed_tenant(request), page, purpose, state.expiry_now())
-    except UnknownCursor:
-        unknown_cursor()
+    files, more = await state.folder.store.list_files(listed_tenant(request), page, purpose, state.expiry_now())
     return list_response([shown(request, file, file.as_json()) for file in files], more)
 
 
@@ -412,23 +408,14 @@ async def find_file(request: Request, file_id: str) -> FileObject:
         file = await state.folder.store.get_file(reached_tenant(request), file_id, state.expiry_now())
         if file is not None:
             return file
-    raise no_such_file()
-
-
-def no_such_file(param: str = "file_id") -> ApiError:
-    return ApiError(404, "The file does not exist.", param=param, code="file_not_found")
+    raise NoSuchFile
 
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(request: Request, file_id: str) -> Response:
     file = await find_file(request, file_id)
-    try:
-        deleted = await remove_file(request, file.id)
-    except FileInUse:
-        message = "The file is the input of a batch that has not ended; cancel the batch first."
-        raise ApiError(400, message, param="file_id", code="file_in_use") from None
-    if not deleted:
-        raise no_such_file()
+    if not await remove_file(request, file.id):
+        raise NoSuchFile
     return json_response({"id": file.id, "object": "file", "deleted": True})
 
 
@@ -457,7 +444,7 @@ async def open_content(request: Request, file: FileObject) -> "FileContent":
                 return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except UnreadableError as error:
             if error.gone:
-                raise no_such_file() from None
+                raise NoSuchFile from None
             raise StorageError from error.__cause__
 
     # An open descriptor stays readable if the file is deleted meanwhile.

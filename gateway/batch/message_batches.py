@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from engine.errors import InvalidRequestError
 from gateway.batch.files import FileContent, find_file, open_content, remove_file, store_content
 from gateway.batch.input import check_input, run_apart
-from gateway.batch.resources import describe_body, describe_page, json_response, read_page, state_of, unknown_cursor
+from gateway.batch.resources import describe_body, describe_page, json_response, read_page, state_of
 from gateway.batch.routes import DEFAULT_LISTED, add_batch, cancel, find_batch
 from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import listed_tenant, reached_tenant
@@ -29,7 +29,7 @@ from gateway.http.errors import MESSAGES_PATH, ApiError, messages_envelope, time
 from gateway.http.json_text import LIMITS, JsonSize, escape_line_ends
 from gateway.http.sse import run_while_connected
 from gateway.models import ModelNames
-from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, FileInUse, Page, UnknownCursor, new_batch_id
+from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, FileInUse, Page, new_batch_id
 
 router = APIRouter()
 
@@ -120,11 +120,8 @@ async def list_message_batches(request: Request) -> Response:
     is_before = "before_id" in query
     page = read_page(request, default=DEFAULT_LISTED, most=MAX_LISTED)
     after = _our_id(query.get("before_id") or query.get("after_id") or "")
-    page = Page(page.limit, after or None, ascending=is_before)
-    try:
-        batches, more = await state.folder.store.list_batches(listed_tenant(request), page, MESSAGES_PATH)
-    except UnknownCursor:
-        unknown_cursor("before_id" if is_before else "after_id")
+    page = Page(page.limit, after or None, is_before, "before_id" if is_before else "after_id")
+    batches, more = await state.folder.store.list_batches(listed_tenant(request), page, MESSAGES_PATH)
     data = [_as_json(batch) for batch in (reversed(batches) if is_before else batches)]
     ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return json_response({"data": data, "has_more": more, **ids})

@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.batch.files import FileExpiry, no_such_file
+from gateway.batch.files import FileExpiry
 from gateway.batch.resources import (
     describe_body,
     describe_page,
@@ -22,7 +22,6 @@ from gateway.batch.resources import (
     read_page,
     refuse,
     state_of,
-    unknown_cursor,
 )
 from gateway.batch.tenants import TenantExchange, listed_tenant, reached_tenant, shown
 from gateway.context import is_still_accepted, server_of, tenant_of
@@ -38,12 +37,9 @@ from gateway.store.objects import (
     FILE_ID,
     TERMINAL,
     BatchJob,
-    IdempotencyConflict,
     LineQuota,
     NoSuchFile,
-    UnknownCursor,
     Usage,
-    WrongPurpose,
     new_batch_id,
 )
 from gateway.telemetry.account import Account, EngineTime
@@ -110,7 +106,7 @@ async def create_batch(request: Request) -> Response:
         output_expires_after=None if body.output_expires_after is None else body.output_expires_after.seconds,
     )
     if not FILE_ID.fullmatch(body.input_file_id):
-        raise no_such_file("input_file_id")
+        raise NoSuchFile("input_file_id")
     created = await add_batch(request, batch, _idempotency(request, body))
     file = await state.folder.store.get_file(created.tenant, created.input_file_id, state.expiry_now())
     notes = await state.jobs.first_notes(created, 0 if file is None else file.bytes)
@@ -134,14 +130,6 @@ async def add_batch(request: Request, batch: BatchJob, idempotency: tuple[str, s
         assert max_lines is not None
         what = f"unfinished batches have {error.used} lines"
         raise limit_reached("lines", max_lines, what, retry_after=LINES_RETRY_SECONDS) from None
-    except NoSuchFile:
-        raise no_such_file("input_file_id") from None
-    except WrongPurpose:
-        message = "The input file must have been uploaded with the purpose 'batch'."
-        raise ApiError(400, message, param="input_file_id", code="invalid_value") from None
-    except IdempotencyConflict:
-        message = "This idempotency key was already used with a different body; use a new key."
-        raise ApiError(400, message, code="idempotency_key_reused") from None
     state.jobs.added(created)
     return created
 
@@ -158,10 +146,7 @@ def _idempotency(request: Request, body: BatchRequest) -> tuple[str, str] | None
 @router.get("/v1/batches", openapi_extra=describe_page(MAX_LISTED))
 async def list_batches(request: Request) -> Response:
     page, state = read_page(request, default=DEFAULT_LISTED, most=MAX_LISTED), state_of(request)
-    try:
-        batches, more = await state.folder.store.list_batches(listed_tenant(request), page)
-    except UnknownCursor:
-        unknown_cursor()
+    batches, more = await state.folder.store.list_batches(listed_tenant(request), page)
     return list_response([shown(request, batch, batch.as_json(state.jobs.notes(batch))) for batch in batches], more)
 
 
@@ -276,10 +261,7 @@ async def read_usage(request: Request) -> Response:
     tenant, page = listed_tenant(request), read_page(request, default=20, most=MAX_LISTED)
     context, state = server_of(request), state_of(request)
     bill = Bill(context.metrics.stats.token_costs is not None, _prices(request))
-    try:
-        batches, more = await state.folder.store.list_batches(tenant, page)
-    except UnknownCursor:
-        unknown_cursor()
+    batches, more = await state.folder.store.list_batches(tenant, page)
     in_batches = await state.folder.store.usage(tenant)
     since, requests = context.created, state.tenants.usage
     if state.folder.is_shared:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from gateway.http.errors import ApiError
 from gateway.store.objects import (
     TERMINAL,
     BatchJob,
     BatchStatus,
     FileObject,
-    IdempotencyConflict,
     IllegalTransition,
     InputError,
     LineQuota,
@@ -26,7 +26,6 @@ from gateway.store.objects import (
     NoSuchFile,
     Page,
     Usage,
-    WrongPurpose,
     check_transition,
     timestamp_field,
 )
@@ -242,22 +241,24 @@ class BatchRows(Rows):
             idempotency: key and digest of the body.
             max_lines: maximum lines in the tenant's unfinished batches; a batch before validation counts as one line.
 
-        Raises NoSuchFile, WrongPurpose, IdempotencyConflict or LineQuota.
+        Raises ApiError, or LineQuota.
         """
         if idempotency is not None:
             query = "SELECT * FROM batches WHERE tenant = ? AND idempotency_key = ?"
             row = connection.execute(query, (batch.tenant, idempotency[0])).fetchone()
             if row is not None and row["idempotency_digest"] != idempotency[1]:
-                raise IdempotencyConflict
+                message = "This idempotency key was already used with a different body; use a new key."
+                raise ApiError(400, message, code="idempotency_key_reused")
             if row is not None:
                 return read_batch_row(row)
         if (known := _find(connection, batch.id, batch.tenant)) is not None:
             return known
         file = find_file(connection, batch.tenant, batch.input_file_id, batch.created_at)
         if file is None:
-            raise NoSuchFile
+            raise NoSuchFile("input_file_id")
         if file.purpose != "batch":
-            raise WrongPurpose
+            message = "The input file must have been uploaded with the purpose 'batch'."
+            raise ApiError(400, message, param="input_file_id", code="invalid_value")
         if max_lines is not None:
             _check_lines(connection, batch, 1, max_lines)
         insert_batch(connection, batch, idempotency)

@@ -9,6 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
+from gateway.http.errors import ApiError
+
 
 class BatchStatus(StrEnum):
     """Batch states of OpenAI's API.
@@ -242,6 +244,8 @@ class Page:
     limit: int
     after: str | None = None
     ascending: bool = False
+    cursor: str = "after"
+    """Query parameter of `after`, for errors."""
 
 
 class Holdings(NamedTuple):
@@ -263,12 +267,27 @@ class Notice(NamedTuple):
     due_at: int
 
 
-class UnknownCursor(Exception):
-    """The object after which a list should continue does not exist."""
+class UnknownCursor(ApiError):
+    """The object after which a list should continue does not exist or belongs to another tenant."""
+
+    def __init__(self, param: str) -> None:
+        message = f"'{param}' must be the id of an object of this list."
+        super().__init__(400, message, param=param, code="invalid_value")
 
 
-class FileInUse(Exception):
+class FileInUse(ApiError):
     """The file is the input of a batch that has not ended."""
+
+    def __init__(self) -> None:
+        message = "The file is the input of a batch that has not ended; cancel the batch first."
+        super().__init__(400, message, param="file_id", code="file_in_use")
+
+
+class NoSuchFile(ApiError):
+    """The tenant has no such file."""
+
+    def __init__(self, param: str = "file_id") -> None:
+        super().__init__(404, "The file does not exist.", param=param, code="file_not_found")
 
 
 class QuotaReached(Exception):
@@ -285,15 +304,3 @@ class StorageQuota(QuotaReached):
 
 class LineQuota(QuotaReached):
     """Lines in unfinished batches."""
-
-
-class NoSuchFile(Exception):
-    """The tenant of the batch has no such input file."""
-
-
-class WrongPurpose(Exception):
-    """The input file was not uploaded with the purpose `batch`."""
-
-
-class IdempotencyConflict(Exception):
-    """An idempotency key was reused with a different body."""

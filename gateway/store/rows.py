@@ -263,7 +263,7 @@ def read_page(
         query = f"SELECT seq FROM {table} WHERE id = :id AND {owned(owner)}"
         cursor = connection.execute(query, {"id": page.after, "tenant": owner}).fetchone()
         if cursor is None:
-            raise UnknownCursor
+            raise UnknownCursor(page.cursor)
         values = {**values, "after": cursor["seq"]}
         where += f" AND seq {'>' if page.ascending else '<'} :after"
     order = "ASC" if page.ascending else "DESC"
