@@ -22,15 +22,14 @@ from gateway.generate.translation import Conversation, Translation, count_prompt
 from gateway.generate.validation import EXTRA_BODY, ClientObject, JsonPost, RefusedField, Unhonoured, told_in, validate
 from gateway.generate.wire import (
     MAX_MESSAGES,
-    MAX_PARTS,
     MAX_STOPS,
     MAX_TOOLS,
     SWITCHES,
     ChatCompletionRequest,
     RequestBody,
     StopString,
+    TextOrParts,
     ToolName,
-    content_kind,
 )
 from gateway.http.errors import ApiError, messages_envelope
 from gateway.http.sse import named_event
@@ -84,11 +83,7 @@ class CallBlock(ClientObject):
     input: dict[str, Any]
 
 
-Texts = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-    Discriminator(content_kind),
-]
+Texts = TextOrParts[TextBlock]
 
 
 class ResultBlock(ClientObject):
@@ -124,11 +119,7 @@ Block = Annotated[
 
 class MessageParam(ClientObject):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")]
-        | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-        Discriminator(content_kind),
-    ]
+    content: TextOrParts[Block]
 
 
 class CustomTool(ClientObject):

@@ -41,6 +41,7 @@ from gateway.generate.wire import (
     ChatCompletionRequest,
     Effort,
     RequestBody,
+    TextOrParts,
     ToolName,
     choice_kind,
     content_kind,
@@ -87,11 +88,7 @@ class Thought(ClientObject):
     text: str
 
 
-Content = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-    Discriminator(content_kind),
-]
+Content = TextOrParts[InputPart]
 
 
 class InputMessage(ClientObject):
