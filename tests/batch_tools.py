@@ -44,7 +44,7 @@ def line(number: int | str, endpoint: str = "/v1/completions", **body: Any) -> d
 
 
 def open_store(path: Path) -> RowStore:
-    return RowStore(SqliteWriter(open_database(path), path=path))
+    return RowStore(SqliteWriter(path, open_database(path), lambda: open_database(path)))
 
 
 def open_remote(address: str, objects: str | None = None) -> RowStore:

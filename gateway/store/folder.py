@@ -634,7 +634,7 @@ def open_state(place: Place | Path, disk: Disk | None = None, on_commit: Work[No
     try:
         if place.database is None:
             database = place.folder / DATABASE
-            writer: Writer = SqliteWriter(connection, on_commit, database, disk.health, opening.open)
+            writer: Writer = SqliteWriter(database, connection, opening.open, on_commit, disk.health)
         else:
             writer = find_postgres().PostgresWriter(connection, opening.open, on_commit, disk.health)
         return StateFolder(place.folder, disk, RowStore(writer, is_shared=bucket is not None), opening, bucket)

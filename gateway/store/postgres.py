@@ -271,17 +271,14 @@ def _is_storage_fault(error: Exception) -> bool:
 
 
 class PostgresWriter(Writer):
-    """Args:
-
-    connection: an open database, or None to call `open_again` at the first group of work.
-    open_again: called after a loss of the connection.
-    on_commit, health: see `Writer`.
-    """
+    """See `Writer`."""
 
     errors = psycopg.Error
     is_remote = True
     clock = "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS BIGINT)"
     skip_locked = "FOR UPDATE SKIP LOCKED"
+    settling = "SELECT 1"
+    """A new connection has the lock only after the end of the former one's transaction."""
 
     def __init__(
         self,
@@ -290,25 +287,11 @@ class PostgresWriter(Writer):
         on_commit: Work[None] | None = None,
         health: StorageHealth | None = None,
     ) -> None:
-        self._opened = connection
-        self._open_again = open_again
         self._refused: tuple[float, BaseException] | None = None
         self._transaction: str | None = None
         self._was_lost = False
         self._repeated_at = -1
-        super().__init__(on_commit, health)
-
-    async def settle(self) -> None:
-        """A new connection has the lock only after the end of the former one's transaction."""
-        await self.run(lambda connection: connection.execute("SELECT 1").fetchone())
-
-    def is_in_place(self) -> bool:
-        return True
-
-    @property
-    def _connection(self) -> PostgresConnection:
-        assert self._opened is not None
-        return self._opened
+        super().__init__(connection, open_again, on_commit, health)
 
     def _open(self) -> None:
         if self._opened is not None and not self._opened.is_lost:
@@ -320,10 +303,6 @@ class PostgresWriter(Writer):
         except (StorageError, ConfigError, OSError) as error:
             self._refused = time.monotonic() + RETRY_SECONDS, error.__cause__ or error
             raise
-
-    def _close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
 
     def _begin(self, locks: Collection[str]) -> None:
         """Take all locks at once and in one order, so that transactions do not wait for each other in a circle."""

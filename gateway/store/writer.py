@@ -59,6 +59,8 @@ class Writer(ABC):
     """Run functions of the connection in a thread. Each is atomic, and durable when its future is done.
 
     Args:
+        connection: an open database, or None to call `open_again` at each group of work until it succeeds.
+        open_again: opens the database; also called after a loss of the connection.
         on_commit: called in the thread after every commit that may have written.
         health: receives errors and successful commits.
     """
@@ -70,8 +72,18 @@ class Writer(ABC):
     """SQL expression of the database's time in Unix seconds."""
     skip_locked: ClassVar[str] = ""
     """SQL clause of a SELECT that locks its rows and leaves out rows with a lock."""
+    settling: ClassVar[str]
+    """SQL statement after which earlier commits in doubt are settled."""
 
-    def __init__(self, on_commit: Work[None] | None = None, health: StorageHealth | None = None) -> None:
+    def __init__(
+        self,
+        connection: Any,
+        open_again: Callable[[], Any],
+        on_commit: Work[None] | None = None,
+        health: StorageHealth | None = None,
+    ) -> None:
+        self._opened = connection
+        self._open_again = open_again
         self._on_commit = on_commit
         self._health = health or StorageHealth()
         self._closed = False
@@ -96,28 +108,26 @@ class Writer(ABC):
         self._queue.put(None)
         self._thread.join()
 
-    @abstractmethod
     async def settle(self) -> None:
         """Settle earlier commits in doubt: changes that are invisible now cannot reappear. Raises StorageError."""
+        await self.run(lambda connection: connection.execute(self.settling).fetchone())
 
-    @abstractmethod
     def is_in_place(self) -> bool:
         """Return whether the open database can still be reached by its name. Callable from any thread."""
+        return True
 
     # Called in the thread
 
     @property
-    @abstractmethod
-    def _connection(self) -> RowConnection:
-        """The open connection."""
+    def _connection(self) -> Any:
+        """The open connection, a RowConnection."""
+        assert self._opened is not None
+        return self._opened
 
-    @abstractmethod
     def _open(self) -> None:
         """Open the database if it is not open. Raises StorageError, ConfigError or OSError."""
-
-    @abstractmethod
-    def _close(self) -> None:
-        """Close the connection, if it is open."""
+        if self._opened is None:
+            self._opened = self._open_again()
 
     @abstractmethod
     def _begin(self, locks: Collection[str]) -> None:
@@ -156,7 +166,8 @@ class Writer(ABC):
             works = [item for item in group if item is not None and item[1].set_running_or_notify_cancel()]
             if works and self._is_open(works):
                 self._commit(works)
-        self._close()
+        if self._opened is not None:
+            self._opened.close()
 
     def _is_open(self, group: list[Item]) -> bool:
         """Open the database if necessary. If that fails, fail the group and return False."""
