@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from email.message import Message
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -72,16 +71,10 @@ def _extended_filename(header: str) -> bytes | None:
     return None if name is None else name.encode("utf-8", "replace")
 
 
-@dataclass(slots=True)
-class Upload:
-    """Text fields and file name of a parsed body. The parser writes the content to a file."""
-
-    fields: dict[str, str]
-    filename: str | None = None
-
-
 class UploadParser:
-    """Parse a body: call `feed` for each piece, then `finish`. Raises ApiError 400, 413 or 415, or StorageError."""
+    """Parse a body: call `feed` for each piece, then `finish`. Raises ApiError 400, 413 or 415, or StorageError.
+
+    The content is written to `file`; `fields` are the text fields."""
 
     def __init__(self, content_type: str, file: DiskFile, max_file_bytes: int) -> None:
         kind, options = parse_options_header(content_type)
@@ -90,7 +83,8 @@ class UploadParser:
             raise ApiError(415, "The upload must be sent as multipart/form-data.")
         if not boundary:
             _refuse("The upload has no multipart boundary.", code="invalid_multipart")
-        self.upload = Upload({})
+        self.fields: dict[str, str] = {}
+        self.filename = ""
         self._file = file
         self._max_file_bytes = max_file_bytes
         self._num_bytes = 0
@@ -135,14 +129,13 @@ class UploadParser:
         self._preamble = None
         return bytes(preamble[at:])
 
-    def finish(self) -> Upload:
-        """Return the result at the end of the body. Raises ApiError 400 if the body is incomplete or has no file."""
+    def finish(self) -> None:
+        """Raise ApiError 400 if the body is incomplete or has no file."""
         if not self._ended:
             part = "the first boundary" if self._preamble is not None else "the last boundary"
             _refuse(f"The multipart body ended before {part}.", code="invalid_multipart")
-        if self.upload.filename is None:
+        if not self.filename:
             _refuse("Missing required parameter: 'file'.", "file", "missing_required_parameter")
-        return self.upload
 
     def _callbacks(self) -> "MultipartCallbacks":
         return {
@@ -183,19 +176,19 @@ class UploadParser:
             return
         if name not in FIELDS:
             _refuse(f"Unknown parameter: '{name[:64]}'.", name[:64], "unknown_parameter")
-        if name in self.upload.fields:
+        if name in self.fields:
             _refuse(f"'{name}' was sent twice.", name)
         self._field, self._value, self._sink = name, bytearray(), self._add_value
 
     def _begin_file(self, raw_name: bytes | None) -> None:
         if raw_name is None:
             _refuse("'file' must be a file with a file name.", "file")
-        if self.upload.filename is not None:
+        if self.filename:
             _refuse("Exactly one file can be uploaded at a time.", "file")
         name = raw_name.decode("utf-8", "replace")
         if len(name) > MAX_FILENAME_CHARS:
             _refuse(f"The file name is longer than {MAX_FILENAME_CHARS} characters.", "file")
-        self.upload.filename = name or "upload"
+        self.filename = name or "upload"
         self._sink = self._add_content
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
@@ -220,7 +213,7 @@ class UploadParser:
     def _end_part(self) -> None:
         if self._field is not None:
             try:
-                self.upload.fields[self._field] = self._value.decode()
+                self.fields[self._field] = self._value.decode()
             except UnicodeDecodeError:
                 _refuse(f"'{self._field}' is not valid UTF-8.", self._field)
         self._field, self._sink = None, self._refuse_data
@@ -332,7 +325,7 @@ def _quota_reached(quota: int, used: int) -> ApiError:
     return limit_reached("bytes", quota, f"{used} bytes are stored; delete files that are not needed", status=413)
 
 
-async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> Upload:
+async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> UploadParser:
     """Parse the body into the file, in pieces large enough for a thread hop. Raises ApiError, StorageError."""
     check_encoding(request)
     parser = UploadParser(request.headers.get("content-type", ""), temp, max_bytes)
@@ -343,17 +336,17 @@ async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> Upload:
             await to_thread.run_sync(parser.feed, bytes(pieces))
             pieces.clear()
     await to_thread.run_sync(parser.feed, bytes(pieces))
-    return parser.finish()
+    parser.finish()
+    return parser
 
 
-def _file_object(upload: Upload, size: int, tenant: str, now: int) -> FileObject:
+def _file_object(upload: UploadParser, size: int, tenant: str, now: int) -> FileObject:
     purpose = upload.fields.get("purpose")
     if purpose is None:
         _refuse("Missing required parameter: 'purpose'.", "purpose", "missing_required_parameter")
     if purpose != "batch":
         _refuse("'purpose' must be 'batch'.", "purpose")
     expires_at = now + _expiry(upload.fields)
-    assert upload.filename is not None
     return FileObject(new_file_id(), tenant, size, now, upload.filename, purpose, expires_at)
 
 
