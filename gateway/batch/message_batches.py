@@ -80,19 +80,7 @@ async def _read_lines(request: Request, limits: BatchLimits) -> bytes:
     raw, models = bytes(await read_raw(request)), server_of(request).models
     if len(raw) <= INLINE_BYTES:
         return _input_lines(raw, limits, models)
-    lines = await run_apart(_lines_or_error, raw, limits, models)
-    if isinstance(lines, bytes):
-        return lines
-    message, param, code = lines
-    raise InvalidRequestError(message, param=param, code=code)
-
-
-def _lines_or_error(raw: bytes, limits: BatchLimits, models: ModelNames) -> bytes | tuple[str, str | None, str]:
-    """Return the input file, or the error in a form that can leave the process."""
-    try:
-        return _input_lines(raw, limits, models)
-    except InvalidRequestError as error:
-        return error.message, error.param, error.code
+    return await run_apart(_input_lines, raw, limits, models)
 
 
 def _input_lines(raw: bytes, limits: BatchLimits, models: ModelNames) -> bytes:
