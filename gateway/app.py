@@ -26,7 +26,7 @@ from gateway.batch.metrics import BatchCollector
 from gateway.batch.notices import Notifier, read_target
 from gateway.batch.resources import BatchState
 from gateway.batch.run import BatchLimits
-from gateway.batch.tenants import Ownership, TenantExchange
+from gateway.batch.tenants import TenantExchange
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle, ServerContext
@@ -214,19 +214,18 @@ def _add_batches(
         set_lane=context.client.set_lane,
         models=context.models,
     )
-    ownership = Ownership(folder.store, keys)
     notifier = Notifier(folder.store, read_target(os.environ))
     worker.on_end, worker.lanes.on_risk = notifier.wake, notifier.warn
     tenants = TenantExchange(
         folder, keys, context.admissions, context.config.host, limits.beat_seconds, context.keys_changed
     )
-    context.lifecycle.background += [tenants, ownership, worker, notifier]
-    context.on_new_keys.append(ownership.report)
+    context.lifecycle.background += [tenants, worker, notifier]
+    context.on_new_keys.append(tenants.report)
     context.lifecycle.ask_storage = worker.storage_fault
     context.lifecycle.batch_trouble = worker.trouble
     context.lifecycle.ask_notice = lambda: folder.notice
     context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
-    context.metrics.registry.register(BatchCollector(worker, ownership, notifier))
+    context.metrics.registry.register(BatchCollector(worker, tenants, notifier))
     app.state.batches = BatchState(folder, limits, worker, tenants)
     context.metrics.on_end.append(partial(batches.count_request, tenants, context.metrics.engine_time))
     for resource in (files, batches):
