@@ -83,7 +83,7 @@ class BatchMachine(RuleBasedStateMachine):
         return self.loop.run_until_complete(work)
 
     def teardown(self) -> None:
-        self.run(self.store.close())
+        self.store.close_now()
         self.loop.close()
         self.folder.cleanup()
 
@@ -204,7 +204,7 @@ class BatchMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        self.run(self.store.close())
+        self.store.close_now()
         self.store = open_store(Path(self.folder.name) / "s.db")
 
     def _moved(self, batch: str, status: BatchStatus) -> None:

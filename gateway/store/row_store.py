@@ -9,7 +9,6 @@ system's, which may jump: an hour of grace precedes every deletion by a clock th
 newest time in the database, or from the time that has passed since.
 """
 
-import asyncio
 import hashlib
 import logging
 import time
@@ -243,10 +242,6 @@ class RowStore(FileRows, BatchRows, LeaseRows, TenantRows, NoticeRows, RecoveryR
     async def settle(self) -> None:
         """Settle earlier commits in doubt: changes that are invisible now cannot reappear. Raises StorageError."""
         await self._writer.settle()
-
-    async def close(self) -> None:
-        """Wait for queued work, and close."""
-        await asyncio.to_thread(self.close_now)
 
     def close_now(self) -> None:
         """Wait for queued work, and close. Blocking."""
