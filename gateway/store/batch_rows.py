@@ -68,7 +68,6 @@ class Beat(NamedTuple):
     """Lines that other servers feed, by tenant."""
     rate: float
     """Work per second of the other servers."""
-    num_servers: int
 
 
 class ServerRows(Rows):
@@ -112,8 +111,8 @@ class LeaseRows(ServerRows):
             f"WHERE run > {OWNER} AND {ELSEWHERE} GROUP BY tenant",
             values,
         )
-        alive = "SELECT COUNT(*) AS num, COALESCE(SUM(rate), 0.0) AS rate FROM servers WHERE seen_at > ?"
-        servers = connection.execute(alive, (values["since"],)).fetchone()
+        alive = "SELECT COALESCE(SUM(rate), 0.0) AS rate FROM servers WHERE seen_at > ?"
+        alive_rate = connection.execute(alive, (values["since"],)).fetchone()["rate"]
         return Beat(
             now,
             list(jobs.values()),
@@ -121,8 +120,7 @@ class LeaseRows(ServerRows):
             frozenset(jobs[row["batch"]].id for row in owned if row["batch"] in jobs),
             frozenset(jobs[row["batch"]].id for row in free if row["batch"] in jobs),
             {row["tenant"]: int(row["held"]) for row in held},
-            max(0.0, servers["rate"] - rate),
-            servers["num"],
+            max(0.0, alive_rate - rate),
         )
 
     @transaction()
