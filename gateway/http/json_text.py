@@ -34,9 +34,6 @@ class JsonSize(NamedTuple):
     numbers: int = 0
     """Commas in long arrays of integers."""
 
-    def exceeds(self, limits: "JsonSize") -> bool:
-        return any(mine > most for mine, most in zip(self, limits, strict=True))
-
     def excess(self, limits: "JsonSize") -> str | None:
         """Describe the first limit that is exceeded, e.g. `131072 strings`; None if none is."""
         names = ("objects and arrays", "strings", "values", "values")
@@ -61,7 +58,7 @@ def count_json(raw: bytes | bytearray, limits: JsonSize = LIMITS) -> JsonCount:
     strides = [(start, start + _STRIDE) for start in range(0, len(raw), _STRIDE)]
     brackets, braces, quotes, commas = (sum(raw.count(c, *s) for s in strides) for c in (b"[", b"{", b'"', b","))
     most = JsonSize(brackets + braces, quotes // 2, commas)
-    return JsonCount(most) if not most.exceeds(limits) else _Counter(raw, limits).count()
+    return JsonCount(most) if most.excess(limits) is None else _Counter(raw, limits).count()
 
 
 class _Counter:
@@ -81,7 +78,7 @@ class _Counter:
 
     def count(self) -> JsonCount:
         raw, start = self._raw, 0
-        while start < len(raw) and not self._size.exceeds(self._limits):
+        while start < len(raw) and self._size.excess(self._limits) is None:
             window = raw[start : start + WINDOW_BYTES]
             if (len(window) - len(window.rstrip(b"\\"))) % 2:  # do not split an escape sequence
                 window += raw[start + len(window) : start + len(window) + 1]

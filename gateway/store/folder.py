@@ -421,11 +421,6 @@ class StateFolder:
         self._copied: dict[str, set[str]] = {}
         """Names of the objects of each journal whose rows are in the local copy."""
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other servers use the same database and object store."""
-        return self.store.is_shared
-
     def file_path(self, file_id: str) -> Path:
         assert FILE_ID.fullmatch(file_id)
         return self.root / "files" / file_id
@@ -576,7 +571,7 @@ class StateFolder:
 
     async def recover(self) -> None:
         """Clean up after the last process; call it before any other use of the folder, and again after StorageError."""
-        if self.is_shared:
+        if self.store.is_shared:
             await self._replace_server()
         if self._recovery is None:
             self._recovery = StateRecovery(self.root, self.disk, self.store, self._opening.found, self._bucket)
@@ -594,7 +589,7 @@ class StateFolder:
 
     async def remove_copies(self) -> None:
         """Remove copies of files that other servers have deleted. Raises StorageError."""
-        if self._recovery is not None and self.is_shared:
+        if self._recovery is not None and self.store.is_shared:
             await self._recovery.remove_copies()
 
     async def remove_expired(self, now: int, limit: int) -> None:
