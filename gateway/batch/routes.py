@@ -5,7 +5,7 @@ import hashlib
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -229,25 +229,18 @@ def count_request(tenants: TenantExchange, engine_time: EngineTime, account: Acc
         tenants.usage[request.tenant] = tenants.usage.get(request.tenant, Usage()).plus(used)
 
 
-@dataclass(frozen=True, slots=True)
-class Bill:
-    """Figures of token usage. `is_timed`: engine time is known; `prices`: of a million tokens, if given."""
-
-    is_timed: bool
-    prices: tuple[float, float] | None
-
-    def of(self, usage: Usage) -> dict[str, Any]:
-        value = None
-        if self.prices is not None:
-            price_in, price_out = self.prices
-            value = round((usage.input_tokens * price_in + usage.output_tokens * price_out) / 1e6, 9)
-        return {
-            "input_tokens": usage.input_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "output_tokens": usage.output_tokens,
-            "engine_seconds": usage.engine_us / 1e6 if usage.engine_us or self.is_timed else None,
-            "value": value,
-        }
+def bill_of(is_timed: bool, prices: tuple[float, float] | None, usage: Usage) -> dict[str, Any]:
+    """Return figures of token usage. `is_timed`: engine time is known; `prices`: of a million tokens, if given."""
+    value = None
+    if prices is not None:
+        value = round((usage.input_tokens * prices[0] + usage.output_tokens * prices[1]) / 1e6, 9)
+    return {
+        "input_tokens": usage.input_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "output_tokens": usage.output_tokens,
+        "engine_seconds": usage.engine_us / 1e6 if usage.engine_us or is_timed else None,
+        "value": value,
+    }
 
 
 _UNUSED = (Usage(), 0)
@@ -260,11 +253,11 @@ async def read_usage(request: Request) -> Response:
     Batches are listed as in /v1/batches."""
     tenant, page = listed_tenant(request), read_page(request, default=20, most=MAX_LISTED)
     context, state = server_of(request), state_of(request)
-    bill = Bill(context.metrics.stats.token_costs is not None, _prices(request))
+    bill = partial(bill_of, context.metrics.stats.token_costs is not None, _prices(request))
     batches, more = await state.folder.store.list_batches(tenant, page)
     in_batches = await state.folder.store.usage(tenant)
     since, requests = context.created, state.tenants.usage
-    if state.folder.is_shared:
+    if state.folder.store.is_shared:
         await state.tenants.exchange()
         stored, requests = await state.folder.store.request_usage(tenant)
         since = stored or since
@@ -273,8 +266,8 @@ async def read_usage(request: Request) -> Response:
     rows = [
         {
             "tenant": name,
-            "requests": bill.of(requests.get(name, Usage())),
-            "batches": bill.of(in_batches.get(name, _UNUSED)[0]),
+            "requests": bill(requests.get(name, Usage())),
+            "batches": bill(in_batches.get(name, _UNUSED)[0]),
             "unfinished_lines": in_batches.get(name, _UNUSED)[1],
             "running_requests": loads.get(name, IDLE).requests,
             "waiting_requests": loads.get(name, IDLE).queued,
@@ -283,8 +276,7 @@ async def read_usage(request: Request) -> Response:
         for name in names
     ]
     listed: Sequence[dict[str, Any]] = [
-        shown(request, batch, {"id": batch.id, "status": batch.status.value, **bill.of(batch.usage)})
-        for batch in batches
+        shown(request, batch, {"id": batch.id, "status": batch.status.value, **bill(batch.usage)}) for batch in batches
     ]
     content = {"object": "usage", "since": since, "tenants": rows, "batches": listed, "has_more": more}
     return json_response(content)
