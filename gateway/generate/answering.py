@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
@@ -265,8 +265,6 @@ class ModelEndpoint(JsonPost[BodyT]):
         promise = None
         if body.service_tier != "flex":
             promise = promise_of(request.headers, body, key_of(request), parse_slo(context.client.info.slo))
-        if promise is not None:
-            context = replace(context, promise=promise)
         plan = (await self.plan(context, body, tenant)).promised(promise, body.service_tier)
         generation = await begin(request, plan)
         response = await respond(request, generation, self.format(context, body, plan, request.state.request_id))

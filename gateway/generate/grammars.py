@@ -24,14 +24,14 @@ def quoted(text: str) -> str:
 
 
 class Lark:
-    """A grammar under construction of at most `most` bytes, because a grammar can be much longer than its request.
-    `special`: ids of special tokens by text."""
+    """A grammar under construction, which can become much longer than its request. `special`: ids of special tokens by
+    text."""
 
-    def __init__(self, special: Mapping[str, int], most: int = MAX_GRAMMAR_BYTES) -> None:
+    def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self._marks = re.compile("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")")
         self._lines: list[str] = []
-        self._most = self._room = most
+        self._room = MAX_GRAMMAR_BYTES
 
     def text(self, text: str) -> str:
         """Return an expression that matches exactly the text."""
@@ -76,9 +76,8 @@ class Lark:
     def _take_room(self, size: int) -> None:
         self._room -= size
         if self._room < 0:
-            raise ValueError(
-                f"the grammar is longer than {self._most // 1024} KiB; send smaller schemas or fewer tools"
-            )
+            most = MAX_GRAMMAR_BYTES // 1024
+            raise ValueError(f"the grammar is longer than {most} KiB; send smaller schemas or fewer tools")
 
 
 def integer_pattern(bounds: Mapping[str, int | float]) -> str:
