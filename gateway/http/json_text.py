@@ -121,7 +121,6 @@ class _Counter:
 
 
 PIECE_BYTES = 16 * 1024
-_SPACE = re.compile(rb"[ \t\r\n]*")
 _LONG = 16
 """Digits, a decimal point included, of the shortest number without an exponent that may have no double."""
 _LONGEST = 20
@@ -263,41 +262,22 @@ def _put_in(body: Any, found: Mapping[str, list[Any]]) -> Any:
 
 
 def _read_array(text: bytes | bytearray) -> list[Any]:
-    """Parse `[1,2]` or `[[1],[2]]`."""
-    inner = text[1:-1]
-    if b"[" not in inner:
-        return _read_numbers(inner)
-    values, start = list[Any](), 0
-    while (first := inner.find(b"]", start) + 1) > 0:
-        end = max(first, inner.rfind(b"]", start, start + PIECE_BYTES) + 1)
+    """Parse `[1,2]` or `[[1],[2]]` in pieces that end at a comma."""
+    inner, values, start, is_open = text[1:-1], list[Any](), 0, False
+    while start <= len(inner):
+        comma = inner.find(b",", start + PIECE_BYTES)
+        end = comma if comma >= 0 else len(inner)
         piece = inner[start:end].strip()
-        if end - start > PIECE_BYTES and piece[:1] == b"[":
-            values.append(_read_numbers(piece[1:-1]))
-        else:
-            values += orjson.loads(b"[" + piece + b"]")
-        space = _SPACE.match(inner, end)
-        assert space is not None
-        if space.end() == len(inner):
-            return values
-        if inner[space.end()] != ord(","):
-            raise _wrong("a comma is missing")
-        start = space.end() + 1
-    return values + _read_numbers(_not_empty(inner[start:]))
-
-
-def _read_numbers(inner: bytes | bytearray) -> list[Any]:
-    values, start = list[Any](), 0
-    while (comma := inner.find(b",", start + PIECE_BYTES)) >= 0:
-        values += orjson.loads(b"[" + _not_empty(inner[start:comma]) + b"]")
-        start = comma + 1
-    values += orjson.loads(b"[" + (_not_empty(inner[start:]) if start else inner) + b"]")
+        if (start and piece[:1] in (b"", b"]")) or (comma >= 0 and piece[-1:] in (b"", b"[")):
+            raise _wrong("a value is missing")
+        opening, closing = piece.rfind(b"["), piece.rfind(b"]")
+        goes_on = opening > closing if opening != closing else is_open
+        found = orjson.loads(b"[" + b"[" * is_open + piece + b"]" * goes_on + b"]")
+        if is_open:
+            values[-1] += found.pop(0)
+        values += found
+        start, is_open = end + 1, goes_on
     return values
-
-
-def _not_empty(piece: bytes | bytearray) -> bytes | bytearray:
-    if not piece.strip():
-        raise _wrong("a value is missing")
-    return piece
 
 
 def _wrong(message: str) -> orjson.JSONDecodeError:
