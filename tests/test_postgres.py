@@ -141,7 +141,7 @@ def break_commit(store: RowStore, lose: Callable[[Any], None], is_sent: bool) ->
         if query == "COMMIT":
             if is_sent:
                 execute(query)
-            lose(connection._connection)
+            lose(connection)
         return execute(query, values)
 
     connection.execute = break_it

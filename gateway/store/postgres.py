@@ -23,7 +23,7 @@ from psycopg.types.string import StrDumperUnknown, TextLoader
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
 from gateway.store.schema import SCHEMA, SHARED, VERSION, refusal, upgrade
-from gateway.store.writer import Cursor, Work, Writer
+from gateway.store.writer import Work, Writer
 
 LOCK = 0x7469_6465_6D69_6C6C
 """Key of the advisory lock: exclusive for a server whose files are in a folder, otherwise shared."""
@@ -110,8 +110,14 @@ class _NumberLoader(Loader):  # type: ignore[misc]
         return float(text) if b"." in text else int(text)
 
 
-class _Connection(psycopg.Connection):  # type: ignore[misc]
-    """Closes after a statement without an answer."""
+class PostgresConnection(psycopg.Connection):  # type: ignore[misc]
+    """A RowConnection, which closes after a statement without an answer."""
+
+    def execute(self, query: str, values: Sequence[Any] | Mapping[str, Any] = (), /, **options: Any) -> Any:
+        return super().execute(translate(query), values or None, **options)
+
+    def executemany(self, query: str, values: Iterable[Sequence[Any]], /) -> object:
+        return self.cursor().executemany(translate(query), values)
 
     def wait(self, gen: Any, *options: Any, **named: Any) -> Any:
         return super().wait(self._limited(gen), *options, **named)
@@ -130,27 +136,6 @@ class _Connection(psycopg.Connection):  # type: ignore[misc]
             return end.value
 
 
-class PostgresConnection:
-    """A RowConnection."""
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-
-    @property
-    def is_lost(self) -> bool:
-        return bool(self._connection.closed)
-
-    def execute(self, query: str, values: Sequence[Any] | Mapping[str, Any] = (), /) -> Cursor:
-        cursor: Cursor = self._connection.execute(translate(query), values or None)
-        return cursor
-
-    def executemany(self, query: str, values: Iterable[Sequence[Any]], /) -> object:
-        return self._connection.cursor().executemany(translate(query), values)
-
-    def close(self) -> None:
-        self._connection.close()
-
-
 def open_database(address: str, objects: str | None = None) -> PostgresConnection:
     """Connect, lock the database and create its tables if it is empty. `objects`: URL of the object store that all
     servers of the database use; None: this is its only server.
@@ -158,7 +143,7 @@ def open_database(address: str, objects: str | None = None) -> PostgresConnectio
     Raises ConfigError for an address, a server or a database that cannot be used, and StorageError if there is no
     server at the address.
     """
-    connection = _connect(address)
+    connection: PostgresConnection = _connect(address)
     try:
         _check(connection)
         _lock(connection, "pg_try_advisory_lock" if objects is None else "pg_try_advisory_lock_shared")
@@ -176,7 +161,7 @@ def open_database(address: str, objects: str | None = None) -> PostgresConnectio
     adapters.register_loader("text", _UnescapingLoader)
     adapters.register_loader("numeric", _NumberLoader)
     connection.row_factory = dict_row
-    return PostgresConnection(connection)
+    return connection
 
 
 def _connect(address: str) -> Any:
@@ -185,7 +170,7 @@ def _connect(address: str) -> Any:
     except psycopg.ProgrammingError as error:
         raise _unusable(error) from error
     try:
-        return _Connection.connect(**options, autocommit=True)
+        return PostgresConnection.connect(**options, autocommit=True)
     except psycopg.OperationalError as error:
         is_late = isinstance(error, psycopg.errors.ConnectionTimeout)
         if not is_late and psycopg.pq.PGconn.ping(make_conninfo(**options).encode()) == psycopg.pq.Ping.OK:
@@ -294,7 +279,7 @@ class PostgresWriter(Writer):
         super().__init__(connection, open_again, on_commit, health)
 
     def _open(self) -> None:
-        if self._opened is not None and not self._opened.is_lost:
+        if self._opened is not None and not self._opened.closed:
             return
         if self._refused is not None and time.monotonic() < self._refused[0]:
             raise StorageError from self._refused[1]
@@ -318,13 +303,13 @@ class PostgresWriter(Writer):
         return self._transaction is not None
 
     def _roll_back(self) -> None:
-        self._was_lost = self._was_lost or self._connection.is_lost
-        if not self._connection.is_lost:
+        self._was_lost = self._was_lost or self._connection.closed
+        if not self._connection.closed:
             with suppress(psycopg.Error):
                 self._connection.execute("ROLLBACK")
 
     def _was_committed(self) -> bool:
-        if self._transaction is None or not self._connection.is_lost:
+        if self._transaction is None or not self._connection.closed:
             return False
         self._was_lost = self._is_in_doubt = True
         with suppress(StorageError, ConfigError, OSError, psycopg.Error):
