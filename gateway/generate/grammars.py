@@ -16,7 +16,7 @@ import orjson
 
 from engine.errors import InvalidRequestError
 from engine.forms import MAX_GRAMMAR_BYTES, Grammar
-from gateway.generate.schemas import choices_of, rounds_numbers
+from gateway.generate.schemas import KIND_OF, choices_of, rounds_numbers
 
 
 def quoted(text: str) -> str:
@@ -117,16 +117,11 @@ def _magnitudes(least: int, most: int | None) -> Iterator[str]:
         least += count * size
 
 
-_KINDS: Mapping[type, Sequence[str]] = {
-    str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), type(None): ("null",),
-    list: ("array",), dict: ("object",),
-}  # fmt: skip
-
-
 def admits(schema: Mapping[str, Any], choice: Any) -> bool:
     """Return whether the type, bounds and lengths of a schema admit a value that it lists."""
-    named = schema.get("type")
-    kinds = _KINDS[int] if isinstance(choice, float) and choice.is_integer() else _KINDS[type(choice)]
+    named, kinds = schema.get("type"), [KIND_OF[type(choice)]]
+    if kinds == ["number"] and float(choice).is_integer():
+        kinds.append("integer")
     if named is not None and not any(kind in kinds for kind in ([named] if isinstance(named, str) else named)):
         return False
     if isinstance(choice, str):
