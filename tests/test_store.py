@@ -145,7 +145,8 @@ async def test_a_batch_through_its_life(store: RowStore) -> None:
 async def test_what_waits_together_is_committed_together(tmp_path: Path) -> None:
     commits: list[int] = []
     path = tmp_path / "s.db"
-    writer = SqliteWriter(path, open_database(path), lambda: open_database(path), lambda c: commits.append(1))
+    writer = SqliteWriter(path, open_database(path), lambda: open_database(path))
+    writer.on_commit = lambda _: commits.append(1)
     entered, gate = threading.Event(), threading.Event()
 
     def wait(_: sqlite3.Connection) -> None:

@@ -40,7 +40,7 @@ from gateway.store.disk import Bucket, Disk, DiskFile, StorageError
 from gateway.store.objects import BATCH_ID, FILE_ID
 from gateway.store.row_store import RowStore
 from gateway.store.sqlite import SqliteWriter, open_database
-from gateway.store.writer import Work, Writer
+from gateway.store.writer import Writer
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -612,7 +612,7 @@ class StateFolder:
         self._opening.close()
 
 
-def open_state(place: Place | Path, disk: Disk | None = None, on_commit: Work[None] | None = None) -> StateFolder:
+def open_state(place: Place | Path, disk: Disk | None = None) -> StateFolder:
     """Lock and open a state folder, creating it if necessary. Blocking.
 
     If the disk fails (full, read-only) or PostgreSQL is away, the folder is opened later, by the first operation that
@@ -629,9 +629,9 @@ def open_state(place: Place | Path, disk: Disk | None = None, on_commit: Work[No
     try:
         if place.database is None:
             database = place.folder / DATABASE
-            writer: Writer = SqliteWriter(database, connection, opening.open, on_commit, disk.health)
+            writer: Writer = SqliteWriter(database, connection, opening.open, disk.health)
         else:
-            writer = find_postgres().PostgresWriter(connection, opening.open, on_commit, disk.health)
+            writer = find_postgres().PostgresWriter(connection, opening.open, disk.health)
         return StateFolder(place.folder, disk, RowStore(writer, is_shared=bucket is not None), opening, bucket)
     except BaseException:  # also a Ctrl-C must not leave the folder locked
         if connection is not None:

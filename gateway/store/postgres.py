@@ -23,7 +23,7 @@ from psycopg.types.string import StrDumperUnknown, TextLoader
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
 from gateway.store.schema import SCHEMA, SHARED, VERSION, refusal, upgrade
-from gateway.store.writer import Work, Writer
+from gateway.store.writer import Writer
 
 LOCK = 0x7469_6465_6D69_6C6C
 """Key of the advisory lock: exclusive for a server whose files are in a folder, otherwise shared."""
@@ -269,14 +269,13 @@ class PostgresWriter(Writer):
         self,
         connection: PostgresConnection | None,
         open_again: Callable[[], PostgresConnection],
-        on_commit: Work[None] | None = None,
         health: StorageHealth | None = None,
     ) -> None:
         self._refused: tuple[float, BaseException] | None = None
         self._transaction: str | None = None
         self._was_lost = False
         self._repeated_at = -1
-        super().__init__(connection, open_again, on_commit, health)
+        super().__init__(connection, open_again, health)
 
     def _open(self) -> None:
         if self._opened is not None and not self._opened.closed:

@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
 from gateway.store.schema import OLDEST, SCHEMA, VERSION, refusal, upgrade
-from gateway.store.writer import Work, Writer
+from gateway.store.writer import Writer
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -127,13 +127,12 @@ class SqliteWriter(Writer):
         path: Path,
         connection: sqlite3.Connection | None,
         open_again: Callable[[], sqlite3.Connection],
-        on_commit: Work[None] | None = None,
         health: StorageHealth | None = None,
     ) -> None:
         self._path = path
         self._identity = None if connection is None else path.stat()
         self._changes = 0
-        super().__init__(connection, open_again, on_commit, health)
+        super().__init__(connection, open_again, health)
 
     def is_in_place(self) -> bool:
         """Return whether the open database is still at its path. Checks the disk; callable from any thread."""

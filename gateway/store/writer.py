@@ -61,7 +61,6 @@ class Writer(ABC):
     Args:
         connection: an open database, or None to call `open_again` at each group of work until it succeeds.
         open_again: opens the database; also called after a loss of the connection.
-        on_commit: called in the thread after every commit that may have written.
         health: receives errors and successful commits.
     """
 
@@ -75,16 +74,11 @@ class Writer(ABC):
     settling: ClassVar[str]
     """SQL statement after which earlier commits in doubt are settled."""
 
-    def __init__(
-        self,
-        connection: Any,
-        open_again: Callable[[], Any],
-        on_commit: Work[None] | None = None,
-        health: StorageHealth | None = None,
-    ) -> None:
+    def __init__(self, connection: Any, open_again: Callable[[], Any], health: StorageHealth | None = None) -> None:
         self._opened = connection
         self._open_again = open_again
-        self._on_commit = on_commit
+        self.on_commit: Work[None] = lambda _: None
+        """Called in the thread after every commit that may have written."""
         self._health = health or StorageHealth()
         self._closed = False
         self._num_commits = 0
@@ -199,8 +193,7 @@ class Writer(ABC):
         self._num_commits += 1
         if has_changed:
             self._health.worked("database")
-            if self._on_commit is not None:
-                self._on_commit(self._connection)
+            self.on_commit(self._connection)
         for future, result, failure in outcomes:
             if failure is None:
                 future.set_result(result)
