@@ -53,6 +53,10 @@ def insert_file(connection: RowConnection, file: FileObject) -> None:
     connection.execute("DELETE FROM announced WHERE id = ?", (file.id,))
 
 
+_AS_THEY_ARE = ("tenant", "endpoint", "completion_window", "created_at", "expires_at")
+"""Columns of a batch with the values of its fields."""
+
+
 def read_batch_row(row: Row) -> BatchJob:
     try:
         return _read_batch(row)
@@ -99,10 +103,9 @@ def _or(default: Any, kind: Any, value: object) -> Any:
 def repair_batch(row: Row, now: int) -> dict[str, Any]:
     """Return the columns of a batch that failed at `now`, to replace a damaged row."""
     batch = read_batch_row(row)
-    columns = ("tenant", "endpoint", "completion_window", "created_at", "expires_at", "output_file_id", "error_file_id")
     counts = ("total", "completed", "failed", *Usage._fields)
     return {
-        **{name: getattr(batch, name) for name in columns},
+        **{name: getattr(batch, name) for name in (*_AS_THEY_ARE, "output_file_id", "error_file_id")},
         "id": _or(new_batch_id(), BatchId, row["id"]),
         "input_file_id": _or(new_file_id(), FileId, row["input_file_id"]),
         "status": batch.status.value,
@@ -116,15 +119,8 @@ def repair_batch(row: Row, now: int) -> dict[str, Any]:
 def insert_batch(connection: RowConnection, batch: BatchJob, idempotency: tuple[str, str] | None) -> None:
     key, digest = idempotency or (None, None)
     values = {
-        "id": batch.id,
-        "tenant": batch.tenant,
-        "endpoint": batch.endpoint,
-        "input_file_id": batch.input_file_id,
-        "completion_window": batch.completion_window,
-        "created_at": batch.created_at,
-        "expires_at": batch.expires_at,
+        **{name: getattr(batch, name) for name in (*_AS_THEY_ARE, "id", "input_file_id", "output_expires_after")},
         "status": batch.status.value,
-        "output_expires_after": batch.output_expires_after,
         "metadata": None if batch.metadata is None else json.dumps(dict(batch.metadata)),
         "idempotency_key": key,
         "idempotency_digest": digest,
