@@ -40,9 +40,9 @@ from gateway.generate.wire import (
     MAX_TOOLS,
     ChatCompletionRequest,
     Effort,
+    FunctionDefinition,
     RequestBody,
     TextOrParts,
-    ToolName,
     choice_kind,
     content_kind,
 )
@@ -150,14 +150,10 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(ClientObject):
-    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+class FunctionTool(FunctionDefinition):
+    """A function that the model may call."""
 
     type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class HostedTool(ClientObject):
