@@ -27,7 +27,6 @@ from gateway.store.objects import (
     Page,
     Usage,
     check_transition,
-    timestamp_field,
 )
 from gateway.store.rows import (
     UNFINISHED_STATES,
@@ -519,8 +518,7 @@ def _move(connection: RowConnection, batch_id: str, status: BatchStatus, now: in
     check_transition(batch.status, status)
     if status is BatchStatus.FINALIZING and batch.remaining:  # the owner runs lines again
         raise IllegalTransition(f"{batch.remaining} lines have no result")
-    field = timestamp_field(status)
-    times = {**batch.times, **({field: now} if field else {})}
+    times = {**batch.times, f"{status.value}_at": now}
     connection.execute(
         "UPDATE batches SET status = ?, times = ? WHERE id = ?", (status.value, json.dumps(times), batch_id)
     )

@@ -70,11 +70,6 @@ def check_transition(before: BatchStatus, after: BatchStatus) -> None:
         raise IllegalTransition(f"{before} -> {after}")
 
 
-def timestamp_field(status: BatchStatus) -> str | None:
-    """Return the name of the timestamp field of a state; None for `validating`, which starts at `created_at`."""
-    return None if status is BatchStatus.VALIDATING else f"{status.value}_at"
-
-
 FILE_ID = re.compile("file-[0-9a-f]{32}")
 BATCH_ID = re.compile("batch_[0-9a-f]{32}")
 FileId = Annotated[str, Meta(pattern=f"^{FILE_ID.pattern}\\Z")]
