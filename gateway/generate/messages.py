@@ -19,13 +19,12 @@ from gateway.generate.history import arguments_text, readable_turns
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_formats import Call
 from gateway.generate.translation import Conversation, Translation, count_prompt, plan_translated, text_of, tool_fields
-from gateway.generate.validation import EXTRA_BODY, ClientObject, JsonPost, RefusedField, Unhonoured, told_in, validate
+from gateway.generate.validation import EXTRA_BODY, ClientObject, JsonPost, RefusedField, Unhonoured
 from gateway.generate.wire import (
     MAX_MESSAGES,
     MAX_STOPS,
     MAX_TOOLS,
     SWITCHES,
-    ChatCompletionRequest,
     RequestBody,
     StopString,
     TextOrParts,
@@ -233,14 +232,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def translate(body: PromptBody, template: str, reasons: bool = False) -> Translation:
     """Translate a body for a model with this chat template, which may have reasoning. Raises InvalidRequestError for an
     invalid chat request."""
-    fields: dict[str, Any] = {
-        "model": body.model,
-        "service_tier": body.service_tier,
-        "stream": body.stream,
-        "messages": _conversation(body).messages(),
-        **_functions(body),
-        **_thinking(body, template, reasons),
-    }
+    fields = _functions(body) | _thinking(body, template, reasons)
     if form_ := (body.output_config and body.output_config.format) or body.output_format:
         form = {"name": "answer", "schema": form_.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": form}
@@ -254,8 +246,7 @@ def translate(body: PromptBody, template: str, reasons: bool = False) -> Transla
         }
     if body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
-    with told_in(NAMES):
-        return Translation(validate(ChatCompletionRequest, fields), NAMES)
+    return _conversation(body).translation(body, NAMES, **fields)
 
 
 def _conversation(body: PromptBody) -> Conversation:

@@ -30,15 +30,12 @@ from gateway.generate.validation import (
     StrictBody,
     Unhonoured,
     at_most,
-    told_in,
-    validate,
 )
 from gateway.generate.validation import UNHONOURED as CHAT_UNHONOURED
 from gateway.generate.wire import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
-    ChatCompletionRequest,
     Effort,
     FunctionDefinition,
     RequestBody,
@@ -283,10 +280,6 @@ NAMES: Mapping[str, str] = {
 def translate(body: ResponsesRequest) -> Translation:
     """Translate a body. Raises InvalidRequestError for an invalid chat request."""
     fields: dict[str, Any] = {
-        "model": body.model,
-        "service_tier": body.service_tier,
-        "stream": body.stream,
-        "messages": _conversation(body).messages(),
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -298,8 +291,7 @@ def translate(body: ResponsesRequest) -> Translation:
         "parallel_tool_calls": body.parallel_tool_calls,
         **_functions(body),
     }
-    with told_in(NAMES):
-        return Translation(validate(ChatCompletionRequest, fields), NAMES)
+    return _conversation(body).translation(body, NAMES, **fields)
 
 
 def functions_of(body: ResponsesRequest) -> list[FunctionTool]:

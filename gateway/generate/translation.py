@@ -18,8 +18,8 @@ from gateway.context import GatewayContext, context_of
 from gateway.generate.answering import BodyT, caller_of, read_body, run_text_work
 from gateway.generate.completions import prompt_ids, read_chat
 from gateway.generate.params import GenerationPlan
-from gateway.generate.validation import JsonPost, told_in
-from gateway.generate.wire import ChatCompletionRequest, ChatMessage, FunctionCall, ToolCall
+from gateway.generate.validation import JsonPost, told_in, validate
+from gateway.generate.wire import ChatCompletionRequest, ChatMessage, FunctionCall, RequestBody, ToolCall
 
 
 class HasText(Protocol):
@@ -62,8 +62,12 @@ class Conversation:
     def __init__(self) -> None:
         self._drafts: list[_Draft] = []
 
-    def messages(self) -> list[ChatMessage]:
-        return [draft.message() for draft in self._drafts]
+    def translation(self, body: RequestBody, names: Mapping[str, str], **fields: Any) -> Translation:
+        """Return the chat of a body with these messages and other `fields`. Raises InvalidRequestError."""
+        common = {"model": body.model, "service_tier": body.service_tier, "stream": body.stream}
+        messages = [draft.message() for draft in self._drafts]
+        with told_in(names):
+            return Translation(validate(ChatCompletionRequest, {**common, "messages": messages, **fields}), names)
 
     def instruct(self, text: str) -> None:
         """Add instructions. Instructions before the first turn become one message: many templates allow only one."""
