@@ -21,15 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.batch.resources import (
-    BatchState,
-    describe_page,
-    json_response,
-    list_response,
-    read_page,
-    refuse,
-    state_of,
-)
+from gateway.batch.resources import BatchState, describe_page, json_response, list_response, read_page, refuse, state_of
 from gateway.batch.results import intact_parts
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.context import server_of, tenant_of

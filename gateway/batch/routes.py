@@ -32,16 +32,7 @@ from gateway.http.errors import ApiError
 from gateway.http.keys import IDLE, limit_reached
 from gateway.http.sse import EventStream, event
 from gateway.store.disk import StorageError
-from gateway.store.objects import (
-    BATCH_ID,
-    FILE_ID,
-    TERMINAL,
-    BatchJob,
-    LineQuota,
-    NoSuchFile,
-    Usage,
-    new_batch_id,
-)
+from gateway.store.objects import BATCH_ID, FILE_ID, TERMINAL, BatchJob, LineQuota, NoSuchFile, Usage, new_batch_id
 from gateway.telemetry.account import Account, EngineTime
 
 router = APIRouter()

@@ -7,14 +7,7 @@ fields that are ignored or refused.
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS, RequestClass
