@@ -48,14 +48,6 @@ def shown(request: Request, item: BatchJob | FileObject, content: dict[str, Any]
     return content
 
 
-def _advice(tenant: str, *, has_operator: bool) -> str:
-    """Return how the operator of the server can make a tenant's objects accessible."""
-    ways = ["add a key of this tenant, or one with the role 'operator', to --api-key-file"]
-    if has_operator:
-        ways = [f"an operator's key reaches them: tidemill batch list --tenant {tenant}"]
-    return ", or ".join(ways)
-
-
 class TenantExchange:
     """Usage of requests, and tenants without a key; with a shared store, also its keys, and loads of other servers.
     Implements BackgroundWork.
@@ -125,11 +117,11 @@ class TenantExchange:
             return
         self.unreachable = [each for each in holdings if each.tenant not in ring.tenants]
         for each in self.unreachable:
-            log.warning(
-                "no key belongs to tenant %s, which has %d unfinished batches and %d files; %s",
-                *each,
-                _advice(each.tenant, has_operator=ring.has_operator),
-            )
+            advice = "add a key of this tenant, or one with the role 'operator', to --api-key-file"
+            if ring.has_operator:
+                advice = f"an operator's key reaches them: tidemill batch list --tenant {each.tenant}"
+            text = "no key belongs to tenant %s, which has %d unfinished batches and %d files; %s"
+            log.warning(text, *each, advice)
 
     async def _run(self) -> None:
         while True:
