@@ -305,23 +305,24 @@ async def _run(
     request: Request, source: FileObject, path: Path, work: Callable[..., ResultT], max_bytes: int, *arguments: Any
 ) -> ResultT:
     """Run `work` in a child process, which ends with the connection. Raises ApiError and StorageError."""
-    state, made = state_of(request), list[ResultT | str]()
+    state = state_of(request)
 
-    async def make() -> None:
+    async def make() -> ResultT | str:
         async with asyncio.timeout(state.limits.check_seconds):
             with state.folder.disk.storing():
-                made.append(await run_apart(_bounded, work, max_bytes, *arguments))
+                return await run_apart(_bounded, work, max_bytes, *arguments)
 
     try:
-        if not await run_while_connected(request.receive, make, lambda: None):
-            raise ClientDisconnect
+        made = await run_while_connected(request.receive, make, lambda: None)
     except TimeoutError:
         raise _refusal(f"it takes more than {state.limits.check_seconds:.0f} s; split it") from None
     except BrokenWorkerProcess:
         raise _refusal("the process that reads it has died, probably for its memory; split it") from None
-    if isinstance(made[0], str):
-        raise _refusal(made[0].replace(str(path), source.filename))
-    return made[0]
+    if made is None:
+        raise ClientDisconnect
+    if isinstance(made, str):
+        raise _refusal(made.replace(str(path), source.filename))
+    return made
 
 
 def _refusal(reason: str) -> ApiError:

@@ -34,7 +34,6 @@ from gateway.generate.params import Caller, GenerationPlan, promise_of
 from gateway.generate.validation import JsonPost
 from gateway.generate.wire import ModelBody
 from gateway.http.errors import ApiError, log_unexpected, to_api_error
-from gateway.http.keys import Admissions, AdmissionSlot
 from gateway.http.sse import EventStream, run_while_connected
 from gateway.models import Model
 from predictor.slo import parse_slo
@@ -153,21 +152,15 @@ async def begin(request: Request, plan: GenerationPlan) -> Generation:
     place = admissions.enter(tenant_of(request), len(plan.requests), plan.max_tokens)
     try:
         if not place.granted.is_set():
-            await _wait_for(request, place, admissions)
+            leave = partial(admissions.leave, place)
+            if not await run_while_connected(request.receive, place.granted.wait, leave):
+                raise ClientDisconnect
         generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics)
     except BaseException:
         admissions.leave(place)
         raise
     generation.on_end = partial(admissions.leave, place)
     return generation
-
-
-async def _wait_for(request: Request, place: AdmissionSlot, admissions: Admissions) -> None:
-    async def granted() -> None:
-        await place.granted.wait()
-
-    if not await run_while_connected(request.receive, granted, partial(admissions.leave, place)):
-        raise ClientDisconnect
 
 
 async def respond(request: Request, generation: Generation, shape: WholeFormat) -> Response:
@@ -177,17 +170,13 @@ async def respond(request: Request, generation: Generation, shape: WholeFormat) 
         answer_format = cast(AnswerFormat, shape)
         events = stream_events(generation, answer_format)
         return EventStream(events, generation.abort, partial(generation.write_directly, answer_format.chunk))
-    answer: list[dict[str, Any]] = []
-
-    async def work() -> None:
-        answer.append(await collect(generation, shape))
-
     try:
-        if not await run_while_connected(request.receive, work, generation.abort):
-            return Response(status_code=499)  # not sent: the connection is closed
+        answer = await run_while_connected(request.receive, lambda: collect(generation, shape), generation.abort)
     finally:
         generation.abort()
-    return Response(orjson.dumps(answer[0]), media_type="application/json")
+    if answer is None:
+        return Response(status_code=499)  # not sent: the connection is closed
+    return Response(orjson.dumps(answer), media_type="application/json")
 
 
 async def collect(generation: Generation, shape: WholeFormat) -> dict[str, Any]:
