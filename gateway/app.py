@@ -33,7 +33,7 @@ from gateway.context import GatewayContext, Lifecycle, ServerContext
 from gateway.generate.answer_form import choose_format, find_marks
 from gateway.http.errors import ApiError, ErrorBoundary, handle_error
 from gateway.http.keys import Admissions, KeyStore
-from gateway.http.middleware import Authentication, BodyLimit, HostGuard, HostNames, RequestIds, origin_pattern
+from gateway.http.middleware import Authentication, BodyLimit, HostGuard, RequestIds, origin_pattern
 from gateway.models import ModelNames
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
@@ -189,7 +189,7 @@ def _add_middleware(app: FastAPI, context: ServerContext, max_file_bytes: int) -
             allow_headers=anything,
             expose_headers=anything,
         )
-    app.add_middleware(HostGuard, hosts=HostNames(config.host, config.allowed_host), origins=origins)
+    app.add_middleware(HostGuard, bound=config.host, allowed=config.allowed_host, origins=origins)
     app.add_middleware(RequestIds, metrics=context.metrics)
     if find_endpoint(os.environ) is not None:
         app.add_middleware(TraceHeaders)
