@@ -14,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine import __version__
 from engine.client import EngineClient, EngineStats
-from engine.errors import TidemillError
 from engine.text.tokenizer import Tokenizer
 from gateway import endpoints, health
 from gateway.batch import files, message_batches
@@ -31,7 +30,7 @@ from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle, ServerContext
 from gateway.generate.answer_form import choose_format, find_marks
-from gateway.http.errors import ApiError, ErrorBoundary, handle_error
+from gateway.http.errors import ErrorBoundary, handle_error
 from gateway.http.keys import Admissions, KeyStore
 from gateway.http.middleware import Authentication, BodyLimit, HostGuard, RequestIds, origin_pattern
 from gateway.models import ModelNames
@@ -147,8 +146,7 @@ def _add_routes(app: FastAPI, context: ServerContext, folder: Path | None) -> No
     context.lifecycle.background += [app.state.recorder, LoopLag(context.metrics.registry)]
     for router in (health.router, web.router):
         app.include_router(router)
-    for error in (ApiError, TidemillError, HTTPException):
-        app.add_exception_handler(error, handle_error)
+    app.add_exception_handler(HTTPException, handle_error)
 
 
 def _open_request_log(config: ServerConfig, metrics: GatewayMetrics) -> RequestLog | None:
