@@ -47,6 +47,7 @@ DEAD_SECONDS = 15
 """Seconds without a heartbeat after which other servers take the leases of a server."""
 FORGET_SECONDS = 86_400
 _FREE = "server NOT IN (SELECT id FROM servers WHERE seen_at > :since)"
+_OF = "batch = (SELECT seq FROM batches WHERE id = :id)"
 ELSEWHERE = "server != :server AND server IN (SELECT id FROM servers WHERE seen_at > :since)"
 
 
@@ -149,7 +150,7 @@ class LeaseRows(ServerRows):
         Raises IllegalTransition for a former owner.
         """
         check_owner(self, connection, batch_id)
-        seq = connection.execute("SELECT seq FROM batches WHERE id = ?", (batch_id,)).fetchone()["seq"]
+        seq = _seq(connection, batch_id)
         query = "SELECT DISTINCT rank / ? AS block FROM lines WHERE batch = ? AND succeeded IS NULL"
         pending = {row["block"] for row in connection.execute(query, (size, seq))}
         connection.executemany(
@@ -181,19 +182,13 @@ class LeaseRows(ServerRows):
     @transaction()
     def release_runs(self, connection: RowConnection, batch_id: str) -> None:
         """Free this server's runs of a batch."""
-        query = (
-            f"UPDATE runs SET server = '' WHERE run > {OWNER} AND server = ? "
-            "AND batch = (SELECT seq FROM batches WHERE id = ?)"
-        )
-        connection.execute(query, (self.server, batch_id))
+        query = f"UPDATE runs SET server = '' WHERE run > {OWNER} AND server = :server AND {_OF}"
+        connection.execute(query, {"server": self.server, "id": batch_id})
 
     @transaction()
     def has_other_feeders(self, connection: RowConnection, batch_id: str) -> bool:
         """Return whether another server has runs of the batch."""
-        query = (
-            f"SELECT 1 FROM runs WHERE run > {OWNER} AND {ELSEWHERE} "
-            "AND batch = (SELECT seq FROM batches WHERE id = :id) LIMIT 1"
-        )
+        query = f"SELECT 1 FROM runs WHERE run > {OWNER} AND {ELSEWHERE} AND {_OF} LIMIT 1"
         values = {"server": self.server, "since": self._since(connection, True), "id": batch_id}
         return connection.execute(query, values).fetchone() is not None
 
@@ -210,9 +205,9 @@ class LeaseRows(ServerRows):
 
 def check_owner(rows: Rows, connection: RowConnection, batch_id: str) -> None:
     """Raise IllegalTransition if another server has taken over the batch."""
-    query = f"SELECT server FROM runs WHERE run = {OWNER} AND batch = (SELECT seq FROM batches WHERE id = ?)"
+    query = f"SELECT server FROM runs WHERE run = {OWNER} AND {_OF}"
     if rows.is_shared:
-        row = connection.execute(query, (batch_id,)).fetchone()
+        row = connection.execute(query, {"id": batch_id}).fetchone()
         if row is None or row["server"] != rows.server:
             raise IllegalTransition("another server owns the batch")
 
@@ -523,5 +518,5 @@ def _move(connection: RowConnection, batch_id: str, status: BatchStatus, now: in
         "UPDATE batches SET status = ?, times = ? WHERE id = ?", (status.value, json.dumps(times), batch_id)
     )
     if status in TERMINAL:
-        connection.execute("DELETE FROM runs WHERE batch = (SELECT seq FROM batches WHERE id = ?)", (batch_id,))
+        connection.execute(f"DELETE FROM runs WHERE {_OF}", {"id": batch_id})
         insert_notice(connection, batch, status, now)
