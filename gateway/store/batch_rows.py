@@ -376,12 +376,9 @@ class BatchRows(Rows):
         for result in new:
             counts[result.succeeded] += 1
             usage = usage.plus(result.usage)
-        connection.execute(
-            "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
-            "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "
-            "reasoning_tokens = reasoning_tokens + ?, engine_us = engine_us + ? WHERE seq = ?",
-            (counts[True], counts[False], *usage, batch),
-        )
+        more = ", ".join(f"{name} = {name} + ?" for name in ("completed", "failed", *Usage._fields))
+        values = (counts[True], counts[False], *usage, batch)
+        connection.execute(f"UPDATE batches SET {more} WHERE seq = ?", values)
         return _load(connection, batch_id)
 
     @transaction("batch_id")
@@ -486,11 +483,8 @@ def _count(connection: RowConnection, seq: int) -> tuple[int, int, int]:
 
 
 def _set_usage(connection: RowConnection, seq: int, usage: Usage) -> None:
-    connection.execute(
-        "UPDATE batches SET input_tokens = ?, cached_tokens = ?, output_tokens = ?, reasoning_tokens = ?, "
-        "engine_us = ? WHERE seq = ?",
-        (*usage, seq),
-    )
+    columns = ", ".join(f"{name} = ?" for name in Usage._fields)
+    connection.execute(f"UPDATE batches SET {columns} WHERE seq = ?", (*usage, seq))
 
 
 def _find(connection: RowConnection, batch_id: str, tenant: str | None) -> BatchJob | None:
