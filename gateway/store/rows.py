@@ -62,20 +62,12 @@ def read_batch_row(row: Row) -> BatchJob:
         return _read_batch(row)
     except ValueError as damage:
         reason = f"The server's record of this batch is damaged ({damage}); resend the lines without a result."
-        return BatchJob(
-            id=str(row["id"]),
-            tenant=str(row["tenant"]),
-            endpoint=str(row["endpoint"]),
-            input_file_id=str(row["input_file_id"]),
-            completion_window=str(row["completion_window"]),
-            created_at=_or(0, Count, row["created_at"]),
-            expires_at=_or(0, Count, row["expires_at"]),
-            status=BatchStatus.FAILED,
-            errors=(InputError(ROW_DAMAGED, reason),),
-            output_file_id=_or(None, FileId, row["output_file_id"]),
-            error_file_id=_or(None, FileId, row["error_file_id"]),
-            is_damaged=True,
-        )
+        texts = ("id", "tenant", "endpoint", "input_file_id", "completion_window")
+        values: dict[str, Any] = {name: str(row[name]) for name in texts}
+        values |= {name: _or(0, Count, row[name]) for name in ("created_at", "expires_at")}
+        values |= {name: _or(None, FileId, row[name]) for name in ("output_file_id", "error_file_id")}
+        error = InputError(ROW_DAMAGED, reason)
+        return BatchJob(**values, status=BatchStatus.FAILED, errors=(error,), is_damaged=True)
 
 
 def _read_batch(row: Row) -> BatchJob:
