@@ -14,7 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine import __version__
 from engine.client import EngineClient, EngineStats
-from engine.errors import TidemillError
 from engine.text.tokenizer import Tokenizer
 from gateway import endpoints, health
 from gateway.batch import files, message_batches
@@ -26,14 +25,14 @@ from gateway.batch.metrics import BatchCollector
 from gateway.batch.notices import Notifier, read_target
 from gateway.batch.resources import BatchState
 from gateway.batch.run import BatchLimits
-from gateway.batch.tenants import Ownership, TenantExchange
+from gateway.batch.tenants import TenantExchange
 from gateway.batch.worker import BatchWorker
 from gateway.config import ServerConfig
 from gateway.context import GatewayContext, Lifecycle, ServerContext
 from gateway.generate.answer_form import choose_format, find_marks
-from gateway.http.errors import ApiError, ErrorBoundary, handle_error
+from gateway.http.errors import ErrorBoundary, handle_error
 from gateway.http.keys import Admissions, KeyStore
-from gateway.http.middleware import Authentication, BodyLimit, HostGuard, HostNames, RequestIds, origin_pattern
+from gateway.http.middleware import Authentication, BodyLimit, HostGuard, RequestIds, origin_pattern
 from gateway.models import ModelNames
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
@@ -147,8 +146,7 @@ def _add_routes(app: FastAPI, context: ServerContext, folder: Path | None) -> No
     context.lifecycle.background += [app.state.recorder, LoopLag(context.metrics.registry)]
     for router in (health.router, web.router):
         app.include_router(router)
-    for error in (ApiError, TidemillError, HTTPException):
-        app.add_exception_handler(error, handle_error)
+    app.add_exception_handler(HTTPException, handle_error)
 
 
 def _open_request_log(config: ServerConfig, metrics: GatewayMetrics) -> RequestLog | None:
@@ -189,7 +187,7 @@ def _add_middleware(app: FastAPI, context: ServerContext, max_file_bytes: int) -
             allow_headers=anything,
             expose_headers=anything,
         )
-    app.add_middleware(HostGuard, hosts=HostNames(config.host, config.allowed_host), origins=origins)
+    app.add_middleware(HostGuard, bound=config.host, allowed=config.allowed_host, origins=origins)
     app.add_middleware(RequestIds, metrics=context.metrics)
     if find_endpoint(os.environ) is not None:
         app.add_middleware(TraceHeaders)
@@ -214,19 +212,18 @@ def _add_batches(
         set_lane=context.client.set_lane,
         models=context.models,
     )
-    ownership = Ownership(folder.store, keys)
     notifier = Notifier(folder.store, read_target(os.environ))
     worker.on_end, worker.lanes.on_risk = notifier.wake, notifier.warn
     tenants = TenantExchange(
         folder, keys, context.admissions, context.config.host, limits.beat_seconds, context.keys_changed
     )
-    context.lifecycle.background += [tenants, ownership, worker, notifier]
-    context.on_new_keys.append(ownership.report)
+    context.lifecycle.background += [tenants, worker, notifier]
+    context.on_new_keys.append(tenants.report)
     context.lifecycle.ask_storage = worker.storage_fault
     context.lifecycle.batch_trouble = worker.trouble
     context.lifecycle.ask_notice = lambda: folder.notice
     context.lifecycle.unfinished = lambda: (len(worker.states), worker.lines_resumed)
-    context.metrics.registry.register(BatchCollector(worker, ownership, notifier))
+    context.metrics.registry.register(BatchCollector(worker, tenants, notifier))
     app.state.batches = BatchState(folder, limits, worker, tenants)
     context.metrics.on_end.append(partial(batches.count_request, tenants, context.metrics.engine_time))
     for resource in (files, batches):

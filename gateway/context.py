@@ -23,7 +23,6 @@ from gateway.http.keys import DEFAULT_TENANT, Admissions, Key, KeyStore, Tier
 from gateway.models import ModelNames
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.request_log import RequestLog
-from predictor.budget import Promise
 from predictor.slo import parse_slo
 
 log = logging.getLogger("tidemill.gateway")
@@ -152,8 +151,6 @@ class GatewayContext(ServerContext):
     """Bounds concurrent tokenization, so that long prompts cannot occupy all cores."""
     is_offline: bool = False
     """No client waits for the answers, see `generate.answering`."""
-    promise: Promise | None = None
-    """Promise to the request that is planned; None: that of the default class."""
 
     @property
     def info(self) -> EngineInfo:

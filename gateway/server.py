@@ -237,11 +237,6 @@ class GatewayServer(uvicorn.Server):
         if self._last_resort is not None:
             self._last_resort.within(seconds, exit_code)
 
-    def spare_process(self) -> None:
-        """Cancel the forced exit: the process continues after its server."""
-        if self._last_resort is not None:
-            self._last_resort.cancel()
-
     def _end_now(self, exit_code: int) -> None:
         try:
             self._lifecycle.client.kill()

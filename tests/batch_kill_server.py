@@ -73,7 +73,8 @@ def main(tokenizer_folder: str, state_dir: str, death: str = "none:0") -> None:
 
     engine = FakeEngine(script)
     config = ServerConfig(port=0, served_model_name=("fake-model",), shutdown_timeout=5.0)
-    folder = open_state(Path(state_dir), disk, disk.on_commit)
+    folder = open_state(Path(state_dir), disk)
+    folder.store._writer.on_commit = disk.on_commit
     run(create_app(engine, tokenizer, config, folder, BatchLimits(window_lines=64)), config)
 
 

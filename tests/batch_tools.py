@@ -44,7 +44,7 @@ def line(number: int | str, endpoint: str = "/v1/completions", **body: Any) -> d
 
 
 def open_store(path: Path) -> RowStore:
-    return RowStore(SqliteWriter(open_database(path), path=path))
+    return RowStore(SqliteWriter(path, open_database(path), lambda: open_database(path)))
 
 
 def open_remote(address: str, objects: str | None = None) -> RowStore:
@@ -170,7 +170,9 @@ async def check_ended(
 
 
 async def open_folder(root: Path | Place, disk: Disk | None = None, on_commit: Any = None) -> StateFolder:
-    return await asyncio.to_thread(open_state, root, disk, on_commit)
+    folder = await asyncio.to_thread(open_state, root, disk)
+    folder.store._writer.on_commit = on_commit or folder.store._writer.on_commit
+    return folder
 
 
 async def answer(endpoint: str, body: dict[str, Any], origin: LineOrigin) -> LineAnswer:

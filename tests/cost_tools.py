@@ -23,12 +23,14 @@ from fake_engine import MODEL, FakeEngine, Script
 from test_tools import TEMPLATE as TOOLS_TEMPLATE
 
 from engine.api import EngineRequest, FinishReason, RequestOutput, RequestTimes, TokenLogprobs
+from engine.errors import InvalidRequestError
 from engine.forms import EmbeddingSpec, Pooling
 from engine.text.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.batch.line import LineAnswer, LineOrigin, LineRunner
 from gateway.config import ServerConfig
 from gateway.generate.tool_formats import FORMATS
+from gateway.http.errors import ApiError, to_api_error
 
 Work = Callable[[], object]
 Make = Callable[[int], Work]
@@ -186,7 +188,11 @@ class Gateway:
     def line(self, endpoint: str, body: dict[str, Any]) -> LineAnswer:
         """Return the answer to a line of a batch."""
         origin = LineOrigin("", "job", 0.0, length=1)
-        return self.loop.run_until_complete(LineRunner(self.app.state.context).run(endpoint, body, origin))
+        try:
+            return self.loop.run_until_complete(LineRunner(self.app.state.context).run(endpoint, body, origin))
+        except (InvalidRequestError, ApiError) as error:  # the feeder writes them as rows
+            answer = to_api_error(error)
+            return LineAnswer(answer.status, answer.envelope)
 
     def post(self, path: str, raw: bytes) -> int:
         """Return the bytes of the answer and of the requests to the engine; sets `status` and `answer`."""

@@ -367,5 +367,6 @@ async def running(
     finally:
         server.should_exit = True
         await task
-        server.spare_process()
+        if server._last_resort is not None:
+            server._last_resort.cancel()
         listener.close()

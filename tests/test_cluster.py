@@ -198,9 +198,10 @@ class LeaseMachine(RuleBasedStateMachine):
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=[pytest.mark.postgres, pytest.mark.slow])])
 def three(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[RowStore]]:
     if request.param == "sqlite":
-        connection = open_database(tmp_path / "s.db")
+        path = tmp_path / "s.db"
+        connection = open_database(path)
         connection.executescript(SHARED)
-        writer = SqliteWriter(connection)
+        writer = SqliteWriter(path, connection, lambda: open_database(path))
         stores = [RowStore(writer, is_shared=True) for _ in range(3)]
     else:
         stores = [open_remote(request.getfixturevalue("postgres").address, "s3://b/p") for _ in range(3)]

@@ -29,7 +29,7 @@ from engine.text import tokenizer as text
 from engine.text.tokenizer import Tokenizer
 from gateway.batch.input import check_input
 from gateway.generate import completions, messages, wire
-from gateway.generate.answering import INLINE_BYTES, INLINE_PARTS, read_json
+from gateway.generate.answering import INLINE_BYTES, read_json
 from gateway.generate.validation import parse_json
 from gateway.http import json_text
 from gateway.http.json_text import LIMITS, JsonSize, TooMuchJson, count_json, load_json
@@ -78,7 +78,7 @@ class Work:
             assert size.commas <= LIMITS.commas + size.containers + 1, (size, said)
         assert all(number <= MOST_ERRORS for number in self.errors), (self.errors, said)
         assert all(size <= INLINE_BYTES for size in self.inline_bytes), (self.inline_bytes, said)
-        assert all(items <= INLINE_PARTS for items in self.inline_items), (self.inline_items, said)
+        assert not self.inline_items, (self.inline_items, said)
         assert all(chars <= MOST_CHARS for chars in self.read_chars), (self.read_chars, said)
 
 

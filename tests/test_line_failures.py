@@ -323,14 +323,14 @@ async def test_results_that_cannot_be_stored_do_not_hold_up_an_end(tmp_path: Pat
 async def test_ready_and_metrics_tell_of_a_bug(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, broken = LineRunner._answer, [True]
+    answers, broken = LineRunner.run, [True]
 
     async def fails(*args: Any) -> LineAnswer:
         if broken[0]:
             raise ValueError("a bug")
         return await answers(*args)
 
-    monkeypatch.setattr(LineRunner, "_answer", fails)
+    monkeypatch.setattr(LineRunner, "run", fails)
     async with (
         batch_server(tokenizer, tmp_path, limits=QUICK) as (served, client),
         httpx.AsyncClient(base_url=served.url, timeout=60) as http,

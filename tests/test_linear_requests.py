@@ -10,24 +10,17 @@ from support.tables import for_each
 from engine.errors import InvalidRequestError
 from gateway.generate import messages
 from gateway.generate.answer_form import grammar_of, read_form
-from gateway.generate.answering import INLINE_CHARS, INLINE_PARTS, is_large
-from gateway.generate.embeddings import EmbeddingRequest
 from gateway.generate.grammars import Function
 from gateway.generate.messages import MessagesRequest
-from gateway.generate.responses import ResponsesRequest
 from gateway.generate.tool_formats import FORMATS
 from gateway.generate.validation import rename
-from gateway.generate.wire import ChatCompletionRequest, CompletionRequest
+from gateway.generate.wire import ChatCompletionRequest
 
 USER = {"role": "user", "content": "x"}
 
 
 def ask_messages(**fields: Any) -> MessagesRequest:
     return MessagesRequest.model_validate({"model": "m", "max_tokens": 9, "messages": [USER], **fields})
-
-
-def ask_responses(items: list[dict[str, Any]]) -> ResponsesRequest:
-    return ResponsesRequest.model_validate({"model": "m", "input": items})
 
 
 def test_pieces_are_joined_as_before() -> None:
@@ -54,41 +47,6 @@ def test_pieces_are_joined_as_before() -> None:
     ]
     assert told[-1] == {"role": "tool", "content": "r", "tool_call_id": "c"}
     assert rename("messages[0].content", {"messages": "input"}) == "input"
-
-
-# Which bodies are planned in a thread
-
-
-def test_everything_large_is_counted() -> None:
-    chat = {"model": "m", "messages": [USER]}
-    schema = {"enum": list(range(INLINE_PARTS))}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    part = {"type": "text", "text": "x"}
-    large = [
-        ask_messages(system=[part] * INLINE_PARTS),
-        ask_messages(system="x" * INLINE_CHARS),
-        ask_messages(tools=[{"name": "f", "input_schema": schema}]),
-        ask_messages(messages=[{"role": "user", "content": [part] * INLINE_PARTS}]),
-        ask_responses([USER] * INLINE_PARTS),
-        ResponsesRequest.model_validate({"model": "m", "input": "x", "instructions": "x" * INLINE_CHARS}),
-        ChatCompletionRequest.model_validate({**chat, "tools": [tool]}),
-        ChatCompletionRequest.model_validate(
-            {**chat, "messages": [{"role": "user", "content": [part] * INLINE_PARTS}]}
-        ),
-        ChatCompletionRequest.model_validate({**chat, "guided_choice": ["x"] * INLINE_PARTS}),
-        CompletionRequest.model_validate({"model": "m", "prompt": [1] * INLINE_PARTS}),
-        EmbeddingRequest.model_validate({"model": "m", "input": ["x"] * INLINE_PARTS}),
-    ]
-    assert all(map(is_large, large))
-    small = [ask_messages(), ask_responses([USER] * 20), ChatCompletionRequest.model_validate(chat)]
-    assert not any(map(is_large, small))
-
-
-def test_counting_a_body_is_bounded() -> None:
-    """However large it is."""
-    bodies = [ask_messages(system=[{"type": "text", "text": "x"}] * n) for n in (300, 4000)]
-    lines = [cost_of(functools.partial(is_large, body)).lines for body in bodies]
-    assert lines[1] <= lines[0] + 10
 
 
 # Grammars

@@ -1,16 +1,13 @@
 """/metrics: observations of answers, statistics of the engine, and the names of vLLM."""
 
 import math
-import random
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from fake_engine import MODEL, Served, colocation_stats
 from fixtures import StartServer
-from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from support.http import get
 from support.lazy import openai
@@ -18,7 +15,6 @@ from support.lazy import openai
 from engine.api import RequestClass
 from engine.client import EngineStats
 from engine.text.tokenizer import Tokenizer
-from gateway.telemetry.metrics import _FOLDED, _GAP_SECONDS, GapHistogram
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -188,27 +184,3 @@ async def test_two_applications_count_apart(start_server: StartServer) -> None:
     await ask(first)
     assert value(await scrape(first), "tidemill_requests_total", class_="online", reason="stop") == 1
     assert value(await scrape(second), "tidemill_requests_total", class_="online", reason="stop") == 0
-
-
-def test_gaps_are_counted_as_by_a_histogram_of_prometheus() -> None:
-    """Also on the bounds of buckets, over several folds, and for a class without gaps."""
-    ours, registry = GapHistogram("gap", "text"), CollectorRegistry()
-    theirs = Histogram("gap", "text", ["class"], buckets=_GAP_SECONDS, registry=registry)
-    for label in ("online", "offline"):
-        theirs.labels(label)
-    numbers = random.Random(0)
-    for _ in range(3 * _FOLDED + 7):
-        gap = numbers.choice((*_GAP_SECONDS, 0.0, 9.0, numbers.expovariate(20.0)))
-        ours.labels("online").observe(gap)
-        theirs.labels("online").observe(gap)
-    ours.fold()
-
-    def shown(collector: Any) -> dict[tuple[str, ...], float]:
-        (family,) = collector.collect()
-        return {
-            (each.name, *sorted(each.labels.values())): pytest.approx(each.value)
-            for each in family.samples
-            if not each.name.endswith("_created")
-        }
-
-    assert shown(ours) == shown(theirs)

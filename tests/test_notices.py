@@ -96,13 +96,13 @@ async def attempts(path: Path, target: ReportTarget) -> tuple[list[int], list[st
     await store.add_file(file)
     await store.create_batch(BatchJob(BATCH, "t", "/v1/completions", file.id, "24h", 1, 99_999))
     await store.move_batch(BATCH, BatchStatus.FAILED, 100)
-    await store.close()
+    await asyncio.to_thread(store.close_now)
     times: list[int] = []
     outcomes: list[str] = []
     while True:
         store = open_store(path / "s.db")
         if (notice := await store.next_notice()) is None:
-            await store.close()
+            await asyncio.to_thread(store.close_now)
             return times, outcomes
         due = notice.due_at
         times.append(due)
@@ -111,7 +111,7 @@ async def attempts(path: Path, target: ReportTarget) -> tuple[list[int], list[st
         while (left := await store.next_notice()) is not None and left.due_at == due:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         await notifier.stop()
-        await store.close()
+        await asyncio.to_thread(store.close_now)
         outcomes += notifier.attempts.elements()
 
 

@@ -141,7 +141,7 @@ def break_commit(store: RowStore, lose: Callable[[Any], None], is_sent: bool) ->
         if query == "COMMIT":
             if is_sent:
                 execute(query)
-            lose(connection._connection)
+            lose(connection)
         return execute(query, values)
 
     connection.execute = break_it
@@ -160,7 +160,7 @@ async def test_a_commit_without_an_answer_happens_once(postgres: PostgresServer,
     counted, ended = await asyncio.gather(results, moved)
     assert (counted.completed, ended.completed, ended.status) == (1, 1, BatchStatus.FINALIZING)
     assert store._writer._opened is not connection and (await store.load_batch(batch.id)).usage == Usage(4, 1, 2, 1)
-    await store.close()
+    await asyncio.to_thread(store.close_now)
 
 
 async def test_a_commit_in_doubt_is_settled_by_the_next_connection(postgres: PostgresServer) -> None:
@@ -175,23 +175,23 @@ async def test_a_commit_in_doubt_is_settled_by_the_next_connection(postgres: Pos
     await store.settle()
     ids = [file.id for file in files]
     assert await store.known_files(ids) == set(ids)
-    await store.close()
+    await asyncio.to_thread(store.close_now)
 
 
 async def test_a_server_that_does_not_answer(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
     store, file = open_remote(postgres.address), a_file()
     await store.add_file(file)
-    (backend,) = await store._writer.run(lambda c: c.execute("SELECT pg_backend_pid()").fetchone())
+    row = await store._writer.run(lambda c: c.execute("SELECT pg_backend_pid() AS backend").fetchone())
     for name, value in {"ANSWER_SECONDS": 0.3, "LOCK_SECONDS": 0.1, "RETRY_SECONDS": 0.0}.items():
         monkeypatch.setattr(f"gateway.store.postgres.{name}", value)
-    os.kill(backend, signal.SIGSTOP)
+    os.kill(row["backend"], signal.SIGSTOP)
     with pytest.raises(StorageError) as refused:
         await store.get_file("t", file.id, NOW)
     assert refused.value.status == 503
-    os.kill(backend, signal.SIGCONT)
+    os.kill(row["backend"], signal.SIGCONT)
     monkeypatch.setattr("gateway.store.postgres.LOCK_SECONDS", 60.0)
     assert await store.get_file("t", file.id, NOW) == file
-    await store.close()
+    await asyncio.to_thread(store.close_now)
 
 
 async def test_values_come_back_unchanged(postgres: PostgresServer) -> None:
@@ -207,7 +207,7 @@ async def test_values_come_back_unchanged(postgres: PostgresServer) -> None:
     held = [each.tenant for each in await store.holdings(NOW)]
     assert held == sorted(held) and len(held) == 11, "the order is SQLite's"
     assert await store.stored_bytes(files[0].tenant, NOW) == 2**62
-    await store.close()
+    await asyncio.to_thread(store.close_now)
 
 
 async def test_one_server_per_database(

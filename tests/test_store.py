@@ -46,7 +46,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     else:
         opened = open_remote(request.getfixturevalue("postgres").address)
     yield opened
-    await opened.close()
+    await asyncio.to_thread(opened.close_now)
 
 
 def a_file(tenant: str = "t", **fields: Any) -> FileObject:
@@ -144,8 +144,9 @@ async def test_a_batch_through_its_life(store: RowStore) -> None:
 
 async def test_what_waits_together_is_committed_together(tmp_path: Path) -> None:
     commits: list[int] = []
-    connection = open_database(tmp_path / "s.db")
-    writer = SqliteWriter(connection, lambda c: commits.append(1))
+    path = tmp_path / "s.db"
+    writer = SqliteWriter(path, open_database(path), lambda: open_database(path))
+    writer.on_commit = lambda _: commits.append(1)
     entered, gate = threading.Event(), threading.Event()
 
     def wait(_: sqlite3.Connection) -> None:
@@ -188,7 +189,7 @@ async def test_a_full_database_refuses_and_recovers(tmp_path: Path) -> None:
     await store._writer.run(lambda c: c.execute("PRAGMA max_page_count = 100000"))
     await store.add_lines(batch.id, lines, first=True)
     assert len(await store.lines_at(batch.id, range(9999))) == 5000
-    await store.close()
+    await asyncio.to_thread(store.close_now)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ async def test_a_fault_of_the_database_is_a_fault_of_storage(
     assert len(caplog.messages) == 1 and f"SQLITE_{name}" in caplog.messages[0]
     await store.add_file(a_file())
     assert store._writer._health.fault is None
-    await store.close()
+    await asyncio.to_thread(store.close_now)
 
 
 async def test_what_is_written_to_a_deleted_database_is_refused_until_it_is_back(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ async def test_what_is_written_to_a_deleted_database_is_refused_until_it_is_back
     away.rename(place)
     await store.add_file(second)
     assert await store.get_file("t", second.id, NOW) == second
-    await store.close()
+    await asyncio.to_thread(store.close_now)
 
 
 async def test_settings_that_durability_rests_on(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from support.lazy import openai
 from engine.api import EngineRequest, TokenCosts
 from engine.client import EngineStats, EngineView
 from engine.text.tokenizer import Tokenizer
-from gateway.batch.routes import Bill
+from gateway.batch.routes import bill_of
 from gateway.store.objects import Usage
 from gateway.telemetry.account import EngineTime
 from gateway.web import routes as web
@@ -411,9 +411,9 @@ async def test_usage_counts_the_requests_and_lines_of_a_tenant(tokenizer: Tokeni
 
 def test_engine_seconds_and_value_of_tokens() -> None:
     """Cached prompt tokens take no time, but they are paid."""
-    bill = Bill(True, (1.0, 3.0)).of(Usage(1000, 400, 50, engine_us=1_100_000))
+    bill = bill_of(True, (1.0, 3.0), Usage(1000, 400, 50, engine_us=1_100_000))
     assert (bill["engine_seconds"], bill["value"]) == (1.1, pytest.approx(0.00115))
-    unknown = Bill(False, None).of(Usage(1, 0, 1))
+    unknown = bill_of(False, None, Usage(1, 0, 1))
     assert unknown["engine_seconds"] is None and unknown["value"] is None
 
 

@@ -27,7 +27,6 @@ from engine.errors import ConfigError, InvalidRequestError
 from gateway.batch.files import (
     FileContent,
     find_file,
-    no_such_file,
     remove_file,
     room,
     store_content,
@@ -42,7 +41,7 @@ from gateway.generate.validation import StrictBody, parse_json, validate
 from gateway.http.errors import ApiError
 from gateway.http.sse import run_while_connected
 from gateway.store.disk import DiskFile
-from gateway.store.objects import FILE_ID, TERMINAL, BatchJob, FileObject, new_batch_id
+from gateway.store.objects import FILE_ID, TERMINAL, BatchJob, FileObject, NoSuchFile, new_batch_id
 from tidemill.batch import prompt_chars
 from tidemill.journal import ResultFiles
 from tidemill.recipe import CHAT, Recipe, SourceRows
@@ -268,7 +267,7 @@ async def _table_lines(request: Request) -> AsyncIterator[TableLines]:
     if FILE_ID.fullmatch(body.input_file_id):
         source = await state.folder.store.get_file(tenant, body.input_file_id, state.expiry_now())
     if source is None:
-        raise no_such_file("input_file_id")
+        raise NoSuchFile("input_file_id")
     max_bytes = await room(request, context.keys.quota(tenant).bytes)
     async with _workplace(request, source) as path:
         with state.folder.disk.storing():
@@ -306,23 +305,24 @@ async def _run(
     request: Request, source: FileObject, path: Path, work: Callable[..., ResultT], max_bytes: int, *arguments: Any
 ) -> ResultT:
     """Run `work` in a child process, which ends with the connection. Raises ApiError and StorageError."""
-    state, made = state_of(request), list[ResultT | str]()
+    state = state_of(request)
 
-    async def make() -> None:
+    async def make() -> ResultT | str:
         async with asyncio.timeout(state.limits.check_seconds):
             with state.folder.disk.storing():
-                made.append(await run_apart(_bounded, work, max_bytes, *arguments))
+                return await run_apart(_bounded, work, max_bytes, *arguments)
 
     try:
-        if not await run_while_connected(request.receive, make, lambda: None):
-            raise ClientDisconnect
+        made = await run_while_connected(request.receive, make, lambda: None)
     except TimeoutError:
         raise _refusal(f"it takes more than {state.limits.check_seconds:.0f} s; split it") from None
     except BrokenWorkerProcess:
         raise _refusal("the process that reads it has died, probably for its memory; split it") from None
-    if isinstance(made[0], str):
-        raise _refusal(made[0].replace(str(path), source.filename))
-    return made[0]
+    if made is None:
+        raise ClientDisconnect
+    if isinstance(made, str):
+        raise _refusal(made.replace(str(path), source.filename))
+    return made
 
 
 def _refusal(reason: str) -> ApiError:

@@ -34,7 +34,6 @@ class Membership:
         self._owned: frozenset[str] = frozenset()
         self.mine: set[str] = set()
         """Ids of the batches that this server owns."""
-        self.num_servers = 1
         self.resize()
 
     @property
@@ -58,7 +57,7 @@ class Membership:
         now = time.monotonic()
         if self._steady_since is None or now - self._last_beat > DEAD_SECONDS / 2:
             self._steady_since = now
-        self._last_beat, self._owned, self.num_servers = now, beat.owned, beat.num_servers
+        self._last_beat, self._owned = now, beat.owned
         self.mine -= beat.owned
         self._beaten.set()
         self._beaten = asyncio.Event()

@@ -97,9 +97,6 @@ class Scope:
     lines: defaultdict[str, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
     """Failing lines (batch id, rank) by the kind of their last error."""
 
-    def add(self, kind: str, line: tuple[str, int]) -> None:
-        self.lines[kind].add(line)
-
     def discard(self, kind: str, line: tuple[str, int]) -> None:
         self.lines[kind].discard(line)
         if not self.lines[kind]:
@@ -160,8 +157,8 @@ class LineFailures:
             line.batch_successes, line.successes = trials.scope.successes, self._all.successes
         self._drop(trials, key, line)
         line.kind = kind
-        trials.scope.add(kind, key)
-        self._all.add(kind, key)
+        trials.scope.lines[kind].add(key)
+        self._all.lines[kind].add(key)
         batch, server = trials.scope, self._all
         is_common = batch.is_common(kind, line.batch_successes) or server.is_common(kind, line.successes)
         line.own += not is_common

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from email.message import Message
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -19,19 +18,10 @@ from pydantic import Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.batch.resources import (
-    BatchState,
-    describe_page,
-    json_response,
-    list_response,
-    read_page,
-    refuse,
-    state_of,
-    unknown_cursor,
-)
+from gateway.batch.resources import BatchState, describe_page, json_response, list_response, read_page, refuse, state_of
 from gateway.batch.results import intact_parts
 from gateway.batch.tenants import listed_tenant, reached_tenant, shown
 from gateway.context import server_of, tenant_of
@@ -41,7 +31,7 @@ from gateway.http.errors import ApiError
 from gateway.http.keys import limit_reached
 from gateway.http.sse import run_while_connected
 from gateway.store.disk import DiskFile, StorageError, UnreadableError, read_errors
-from gateway.store.objects import FILE_ID, FileInUse, FileObject, StorageQuota, UnknownCursor, new_file_id
+from gateway.store.objects import FILE_ID, FileObject, NoSuchFile, StorageQuota, new_file_id
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -73,16 +63,10 @@ def _extended_filename(header: str) -> bytes | None:
     return None if name is None else name.encode("utf-8", "replace")
 
 
-@dataclass(slots=True)
-class Upload:
-    """Text fields and file name of a parsed body. The parser writes the content to a file."""
-
-    fields: dict[str, str]
-    filename: str | None = None
-
-
 class UploadParser:
-    """Parse a body: call `feed` for each piece, then `finish`. Raises ApiError 400, 413 or 415, or StorageError."""
+    """Parse a body: call `feed` for each piece, then `finish`. Raises ApiError 400, 413 or 415, or StorageError.
+
+    The content is written to `file`; `fields` are the text fields."""
 
     def __init__(self, content_type: str, file: DiskFile, max_file_bytes: int) -> None:
         kind, options = parse_options_header(content_type)
@@ -91,7 +75,8 @@ class UploadParser:
             raise ApiError(415, "The upload must be sent as multipart/form-data.")
         if not boundary:
             _refuse("The upload has no multipart boundary.", code="invalid_multipart")
-        self.upload = Upload({})
+        self.fields: dict[str, str] = {}
+        self.filename = ""
         self._file = file
         self._max_file_bytes = max_file_bytes
         self._num_bytes = 0
@@ -136,14 +121,13 @@ class UploadParser:
         self._preamble = None
         return bytes(preamble[at:])
 
-    def finish(self) -> Upload:
-        """Return the result at the end of the body. Raises ApiError 400 if the body is incomplete or has no file."""
+    def finish(self) -> None:
+        """Raise ApiError 400 if the body is incomplete or has no file."""
         if not self._ended:
             part = "the first boundary" if self._preamble is not None else "the last boundary"
             _refuse(f"The multipart body ended before {part}.", code="invalid_multipart")
-        if self.upload.filename is None:
+        if not self.filename:
             _refuse("Missing required parameter: 'file'.", "file", "missing_required_parameter")
-        return self.upload
 
     def _callbacks(self) -> "MultipartCallbacks":
         return {
@@ -184,19 +168,19 @@ class UploadParser:
             return
         if name not in FIELDS:
             _refuse(f"Unknown parameter: '{name[:64]}'.", name[:64], "unknown_parameter")
-        if name in self.upload.fields:
+        if name in self.fields:
             _refuse(f"'{name}' was sent twice.", name)
         self._field, self._value, self._sink = name, bytearray(), self._add_value
 
     def _begin_file(self, raw_name: bytes | None) -> None:
         if raw_name is None:
             _refuse("'file' must be a file with a file name.", "file")
-        if self.upload.filename is not None:
+        if self.filename:
             _refuse("Exactly one file can be uploaded at a time.", "file")
         name = raw_name.decode("utf-8", "replace")
         if len(name) > MAX_FILENAME_CHARS:
             _refuse(f"The file name is longer than {MAX_FILENAME_CHARS} characters.", "file")
-        self.upload.filename = name or "upload"
+        self.filename = name or "upload"
         self._sink = self._add_content
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
@@ -221,7 +205,7 @@ class UploadParser:
     def _end_part(self) -> None:
         if self._field is not None:
             try:
-                self.upload.fields[self._field] = self._value.decode()
+                self.fields[self._field] = self._value.decode()
             except UnicodeDecodeError:
                 _refuse(f"'{self._field}' is not valid UTF-8.", self._field)
         self._field, self._sink = None, self._refuse_data
@@ -333,7 +317,7 @@ def _quota_reached(quota: int, used: int) -> ApiError:
     return limit_reached("bytes", quota, f"{used} bytes are stored; delete files that are not needed", status=413)
 
 
-async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> Upload:
+async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> UploadParser:
     """Parse the body into the file, in pieces large enough for a thread hop. Raises ApiError, StorageError."""
     check_encoding(request)
     parser = UploadParser(request.headers.get("content-type", ""), temp, max_bytes)
@@ -344,17 +328,17 @@ async def _receive(request: Request, temp: DiskFile, max_bytes: int) -> Upload:
             await to_thread.run_sync(parser.feed, bytes(pieces))
             pieces.clear()
     await to_thread.run_sync(parser.feed, bytes(pieces))
-    return parser.finish()
+    parser.finish()
+    return parser
 
 
-def _file_object(upload: Upload, size: int, tenant: str, now: int) -> FileObject:
+def _file_object(upload: UploadParser, size: int, tenant: str, now: int) -> FileObject:
     purpose = upload.fields.get("purpose")
     if purpose is None:
         _refuse("Missing required parameter: 'purpose'.", "purpose", "missing_required_parameter")
     if purpose != "batch":
         _refuse("'purpose' must be 'batch'.", "purpose")
     expires_at = now + _expiry(upload.fields)
-    assert upload.filename is not None
     return FileObject(new_file_id(), tenant, size, now, upload.filename, purpose, expires_at)
 
 
@@ -392,10 +376,7 @@ async def list_files(request: Request) -> Response:
     state = state_of(request)
     page = read_page(request, default=MAX_LISTED, most=MAX_LISTED, orders=True)
     purpose = request.query_params.get("purpose") or None
-    try:
-        files, more = await state.folder.store.list_files(listed_tenant(request), page, purpose, state.expiry_now())
-    except UnknownCursor:
-        unknown_cursor()
+    files, more = await state.folder.store.list_files(listed_tenant(request), page, purpose, state.expiry_now())
     return list_response([shown(request, file, file.as_json()) for file in files], more)
 
 
@@ -412,23 +393,14 @@ async def find_file(request: Request, file_id: str) -> FileObject:
         file = await state.folder.store.get_file(reached_tenant(request), file_id, state.expiry_now())
         if file is not None:
             return file
-    raise no_such_file()
-
-
-def no_such_file(param: str = "file_id") -> ApiError:
-    return ApiError(404, "The file does not exist.", param=param, code="file_not_found")
+    raise NoSuchFile
 
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(request: Request, file_id: str) -> Response:
     file = await find_file(request, file_id)
-    try:
-        deleted = await remove_file(request, file.id)
-    except FileInUse:
-        message = "The file is the input of a batch that has not ended; cancel the batch first."
-        raise ApiError(400, message, param="file_id", code="file_in_use") from None
-    if not deleted:
-        raise no_such_file()
+    if not await remove_file(request, file.id):
+        raise NoSuchFile
     return json_response({"id": file.id, "object": "file", "deleted": True})
 
 
@@ -457,7 +429,7 @@ async def open_content(request: Request, file: FileObject) -> "FileContent":
                 return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except UnreadableError as error:
             if error.gone:
-                raise no_such_file() from None
+                raise NoSuchFile from None
             raise StorageError from error.__cause__
 
     # An open descriptor stays readable if the file is deleted meanwhile.
@@ -471,11 +443,7 @@ async def open_content(request: Request, file: FileObject) -> "FileContent":
     return content
 
 
-def _nothing() -> None:
-    """Nothing to abort on a disconnect: cancelling the task stops the reads."""
-
-
-class FileContent(Response):
+class FileContent(StreamingResponse):
     """Send an open file, and close it in every case. Result files are verified as they are sent. Reading and verifying
     stop when the client disconnects. Raises ApiError 500 for a truncated upload.
 
@@ -485,8 +453,6 @@ class FileContent(Response):
     media_type = "application/octet-stream"
 
     def __init__(self, file: FileObject, descriptor: int, readers: CapacityLimiter) -> None:
-        self.status_code = 200
-        self.background = None
         self._descriptor = descriptor
         self._readers = readers
         self._first = b""
@@ -498,7 +464,7 @@ class FileContent(Response):
         else:
             headers["content-length"] = str(_check_size(file, descriptor))
             self._pieces = _read_pieces(descriptor, file.bytes)
-        self.init_headers(headers)
+        super().__init__(self.pieces(), headers=headers)
 
     async def begin(self) -> None:
         """Read the first piece, so that a file that cannot be read is an error response. Raises StorageError."""
@@ -506,21 +472,16 @@ class FileContent(Response):
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_while_connected(receive, lambda: self._send(send), _nothing)
+            await run_while_connected(receive, lambda: self.stream_response(send), lambda: None)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close the file, and drop what was read ahead: `_pieces` refers back to this object, and a thread to it."""
+        """Close the file, and drop what was read ahead: the pieces refer back to this object, and a thread to it."""
         self._pieces.close()
+        del self.body_iterator
         self._first = b""
         os.close(self._descriptor)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for piece in self.pieces():
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the content, read piece by piece. A StorageError breaks the response off."""

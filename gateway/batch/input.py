@@ -65,40 +65,17 @@ class RawLine(NamedTuple):
 
 def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[RawLine]:
     """Yield the lines of a file, numbered from 1, with one line in memory. Blank lines are counted but not yielded."""
-    number, start, position = 1, 0, 0
-    pending, tail = bytearray(), b""
-    while data := file.read(READ_BYTES):
-        for piece in _split(data):
-            position += len(piece)
-            if start + max_bytes >= position - 2:
-                pending += piece
-            else:
-                tail = ((tail or bytes(pending[-EDGE_BYTES:])) + piece[-EDGE_BYTES:])[-EDGE_BYTES:]
-                pending += piece[: max(0, EDGE_BYTES - len(pending))]
-            if piece.endswith(b"\n"):
-                yield from _line(number, start, position, pending, tail, max_bytes)
-                number, start, pending, tail = number + 1, position, bytearray(), b""
-    yield from _line(number, start, position, pending, tail, max_bytes)
-
-
-def _split(data: bytes) -> Iterator[bytes]:
-    """Yield the lines of `data` with their LF; unlike `splitlines`, do not split at a lone CR."""
-    *whole, rest = data.split(b"\n")
-    for piece in whole:
-        yield piece + b"\n"
-    if rest:
-        yield rest
-
-
-def _line(number: int, start: int, end: int, pending: bytearray, tail: bytes, max_bytes: int) -> Iterator[RawLine]:
-    if len(pending) < end - start:
-        yield RawLine(number, start, end - start, None, (bytes(pending[:EDGE_BYTES]), tail))
-        return
-    content = bytes(pending).rstrip(b"\r\n")
-    if len(content) > max_bytes:
-        yield RawLine(number, start, len(content), None, (content[:EDGE_BYTES], content[-EDGE_BYTES:]))
-    elif content.strip():
-        yield RawLine(number, start, len(content), content)
+    number, start = 1, 0
+    while first := file.readline(max_bytes + 2):
+        length, tail = len(first), first[-EDGE_BYTES:]
+        while not tail.endswith(b"\n") and (more := file.readline(READ_BYTES)):
+            length, tail = length + len(more), (tail + more)[-EDGE_BYTES:]
+        content = first.rstrip(b"\r\n")
+        if len(first) < length or len(content) > max_bytes:
+            yield RawLine(number, start, length, None, (first[:EDGE_BYTES], tail))
+        elif content.strip():
+            yield RawLine(number, start, len(content), content)
+        number, start = number + 1, start + length
 
 
 def too_long(most: int) -> BodyError:
@@ -439,7 +416,7 @@ def _in_child(work: Callable[..., ResultT], *arguments: Any) -> ResultT:
 
 def _check_file(path: str, endpoint: str, max_lines: int, max_line_bytes: int, names: ModelNames | None) -> InputReport:
     os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
-    with open(path, "rb") as file:
+    with open(path, "rb", READ_BYTES) as file:
         return check_input(file, endpoint, max_lines, max_line_bytes, names, str(Path(path).parent.parent / "tmp"))
 
 

@@ -12,16 +12,13 @@ import anyio
 
 from engine.api import EngineRequest, Lane, RequestClass
 from engine.errors import InvalidRequestError
-from engine.panics import as_error
 from engine.turns import Turns
-from gateway.batch.failures import Cause, cause_of
 from gateway.batch.run import LineSizes
 from gateway.context import GatewayContext
 from gateway.endpoints import ENDPOINTS
 from gateway.generate.answering import ModelEndpoint, collect, run_text_work
 from gateway.generate.choices import Generation
 from gateway.generate.params import GenerationPlan
-from gateway.http.errors import to_api_error
 from gateway.http.json_text import load_json
 from gateway.store.objects import Usage
 from gateway.telemetry.account import EngineTime
@@ -68,28 +65,18 @@ class LineRunner:
         self._context = dataclasses.replace(context, text_threads=anyio.CapacityLimiter(1), is_offline=True)
 
     async def run(self, endpoint: str, body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
-        """Return the answer, which is an error answer if the request itself is invalid. Other failures raise, and the
-        caller decides whether the line runs again. Cancelling ends the line in the engine."""
-        try:
-            return await self._answer(ENDPOINTS[endpoint], body, origin)
-        except BaseException as raised:
-            error = as_error(raised)
-            if cause_of(error) is not Cause.REQUEST:
-                raise
-            answer = to_api_error(error)
-            return LineAnswer(answer.status, answer.envelope)
-
-    async def _answer(self, endpoint: ModelEndpoint[Any], body: dict[str, Any], origin: LineOrigin) -> LineAnswer:
-        context = self._context
+        """Return the answer. Failures raise, and the caller decides whether the line runs again. Cancelling ends the
+        line in the engine."""
+        context, model = self._context, ENDPOINTS[endpoint]
         if origin.length is not None and origin.length <= INLINE_LINE:
             await Turns.of_loop().take()
-            asked = endpoint.check(body)
+            asked = model.check(body)
         else:
-            asked = await run_text_work(context, lambda: endpoint.check(body))
-        plan = _offline(await endpoint.plan(context, asked, origin.tenant), origin)
+            asked = await run_text_work(context, lambda: model.check(body))
+        plan = _offline(await model.plan(context, asked, origin.tenant), origin)
         generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics)
         try:
-            answer = await collect(generation, endpoint.format(context, asked, plan, None))
+            answer = await collect(generation, model.format(context, asked, plan, None))
         finally:
             generation.abort()
         return LineAnswer(200, answer, _usage(generation.usage(), context.metrics.engine_time))

@@ -1,6 +1,7 @@
 """/v1/messages/batches: Anthropic's Message Batches. They are batches of the endpoint /v1/messages, and batches of
 this endpoint that /v1/batches created are shown as well."""
 
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
@@ -11,13 +12,13 @@ from anyio import to_thread
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import InvalidRequestError
 from gateway.batch.files import FileContent, find_file, open_content, remove_file, store_content
 from gateway.batch.input import check_input, run_apart
-from gateway.batch.resources import describe_body, describe_page, json_response, read_page, state_of, unknown_cursor
+from gateway.batch.resources import describe_body, describe_page, json_response, read_page, state_of
 from gateway.batch.routes import DEFAULT_LISTED, add_batch, cancel, find_batch
 from gateway.batch.run import BatchLimits
 from gateway.batch.tenants import listed_tenant, reached_tenant
@@ -28,7 +29,7 @@ from gateway.http.errors import MESSAGES_PATH, ApiError, messages_envelope, time
 from gateway.http.json_text import LIMITS, JsonSize, escape_line_ends
 from gateway.http.sse import run_while_connected
 from gateway.models import ModelNames
-from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, FileInUse, Page, UnknownCursor, new_batch_id
+from gateway.store.objects import TERMINAL, BatchJob, BatchStatus, FileInUse, Page, new_batch_id
 
 router = APIRouter()
 
@@ -79,19 +80,7 @@ async def _read_lines(request: Request, limits: BatchLimits) -> bytes:
     raw, models = bytes(await read_raw(request)), server_of(request).models
     if len(raw) <= INLINE_BYTES:
         return _input_lines(raw, limits, models)
-    lines = await run_apart(_lines_or_error, raw, limits, models)
-    if isinstance(lines, bytes):
-        return lines
-    message, param, code = lines
-    raise InvalidRequestError(message, param=param, code=code)
-
-
-def _lines_or_error(raw: bytes, limits: BatchLimits, models: ModelNames) -> bytes | tuple[str, str | None, str]:
-    """Return the input file, or the error in a form that can leave the process."""
-    try:
-        return _input_lines(raw, limits, models)
-    except InvalidRequestError as error:
-        return error.message, error.param, error.code
+    return await run_apart(_input_lines, raw, limits, models)
 
 
 def _input_lines(raw: bytes, limits: BatchLimits, models: ModelNames) -> bytes:
@@ -119,11 +108,8 @@ async def list_message_batches(request: Request) -> Response:
     is_before = "before_id" in query
     page = read_page(request, default=DEFAULT_LISTED, most=MAX_LISTED)
     after = _our_id(query.get("before_id") or query.get("after_id") or "")
-    page = Page(page.limit, after or None, ascending=is_before)
-    try:
-        batches, more = await state.folder.store.list_batches(listed_tenant(request), page, MESSAGES_PATH)
-    except UnknownCursor:
-        unknown_cursor("before_id" if is_before else "after_id")
+    page = Page(page.limit, after or None, is_before, "before_id" if is_before else "after_id")
+    batches, more = await state.folder.store.list_batches(listed_tenant(request), page, MESSAGES_PATH)
     data = [_as_json(batch) for batch in (reversed(batches) if is_before else batches)]
     ids = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return json_response({"data": data, "has_more": more, **ids})
@@ -220,33 +206,28 @@ def _as_json(batch: BatchJob) -> dict[str, Any]:
     }
 
 
-class MessageResults(Response):
+class MessageResults(StreamingResponse):
     """The rows of our result files in Anthropic's form."""
 
     media_type = "application/x-jsonl"
 
     def __init__(self, contents: list[FileContent]) -> None:
-        self.status_code = 200
-        self.background = None
         self._contents = contents
-        self.init_headers({"x-content-type-options": "nosniff"})
+        super().__init__(self._rows(), headers={"x-content-type-options": "nosniff"})
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_while_connected(receive, lambda: self._send(send), lambda: None)
+            await run_while_connected(receive, lambda: self.stream_response(send), lambda: None)
         finally:
             for content in self._contents:
                 content.close()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _rows(self) -> AsyncIterator[bytes]:
         for content in self._contents:
             rest = b""
             async for piece in content.pieces():
                 whole, end, rest = (rest + piece).rpartition(b"\n")
-                rows = await to_thread.run_sync(_message_rows, whole + end)
-                await send({"type": "http.response.body", "body": rows, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                yield await to_thread.run_sync(_message_rows, whole + end)
 
 
 def _message_rows(rows: bytes) -> bytes:

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from gateway.batch.failures import Cause
 from gateway.batch.notices import OUTCOMES, Notifier
-from gateway.batch.tenants import Ownership
+from gateway.batch.tenants import TenantExchange
 from gateway.batch.worker import BatchWorker
 from gateway.store.objects import UNFINISHED
 from gateway.telemetry.engine_metrics import gauge, gauges, totals
@@ -21,9 +21,9 @@ MAX_SHOWN = 100
 class BatchCollector(Collector):
     """Metrics of one worker, read at each scrape. Batches in terminal states are not counted."""
 
-    def __init__(self, worker: BatchWorker, ownership: Ownership, notifier: Notifier) -> None:
+    def __init__(self, worker: BatchWorker, tenants: TenantExchange, notifier: Notifier) -> None:
         self._worker = worker
-        self._ownership = ownership
+        self._tenants = tenants
         self._notifier = notifier
 
     def collect(self) -> Iterator[Metric]:
@@ -64,4 +64,4 @@ class BatchCollector(Collector):
         text = "1 while the state folder cannot be written and batches pause, else 0."
         yield gauge("storage_fault", text, int(worker.storage_fault() is not None))
         text = "Tenants with files or unfinished batches but without a key, as of the start or the last SIGHUP."
-        yield gauge("unreachable_tenants", text, len(self._ownership.unreachable))
+        yield gauge("unreachable_tenants", text, len(self._tenants.unreachable))

@@ -16,7 +16,7 @@ from gateway.batch.worker import BatchWorker
 from gateway.http.errors import ApiError
 from gateway.http.keys import UploadPlaces
 from gateway.store.folder import StateFolder
-from gateway.store.objects import Page
+from gateway.store.objects import Page, UnknownCursor
 
 UPLOADS_EACH, UPLOADS_IN_ALL = 16, 64
 READERS = 2
@@ -66,16 +66,11 @@ def read_page(request: Request, *, default: int, most: int, orders: bool = False
         refuse("limit", f"a whole number between 1 and {most}")
     after = query.get("after") or None
     if after is not None and len(after) > MAX_CURSOR_CHARS:
-        unknown_cursor()
+        raise UnknownCursor("after")
     order = query.get("order", "desc") if orders else "desc"
     if order not in ("asc", "desc"):
         refuse("order", "'asc' or 'desc'")
     return Page(int(limit), after, order == "asc")
-
-
-def unknown_cursor(param: str = "after") -> NoReturn:
-    """Raise ApiError 400 for an `after` that does not exist or belongs to another tenant."""
-    refuse(param, "the id of an object of this list")
 
 
 def list_response(objects: Sequence[dict[str, Any]], has_more: bool) -> Response:

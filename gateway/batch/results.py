@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple
 
@@ -66,8 +67,47 @@ def _checksum(batch_id: str, content: bytes) -> bytes:
     return b"%08x " % zlib.crc32(content, zlib.crc32(batch_id.encode()))
 
 
-class JournalReader:
-    """Read and verify the rows of one journal. The caller must close it.
+class StoredReader:
+    """Read parts of a file. `find` returns its path, after copying the file to the state folder if necessary.
+
+    With `lenient`, unreadable sectors count as damage. The caller must close it."""
+
+    def __init__(self, folder: StateFolder, find: Callable[[], Path], lenient: bool) -> None:
+        self._disk = folder.disk
+        self._find = find
+        self._lenient = lenient
+        self._path = Path()
+        self._descriptor = -1
+        self._size = 0
+
+    def part(self, start: int, length: int) -> bytes | None:
+        """Return a part, or None if it is damaged or missing.
+
+        Raises UnreadableError for an unreadable sector unless `lenient`, and StorageError if the state folder fails.
+        """
+        if self._descriptor < 0:
+            self._path = self._find()
+        try:
+            with read_errors(self._path):
+                if self._descriptor < 0:
+                    self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                    self._size = os.fstat(self._descriptor).st_size
+                if not 0 <= start < start + length <= self._size:
+                    return None
+                return self._disk.read_at(self._descriptor, start, length)
+        except UnreadableError as error:
+            if not (self._lenient or error.gone):
+                raise
+            return None
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class JournalReader(StoredReader):
+    """Read and verify the rows of one journal.
 
     Attributes:
         damaged: ranks of the lines whose row is missing or changed. With `lenient` this includes unreadable sectors.
@@ -76,52 +116,23 @@ class JournalReader:
     """
 
     def __init__(self, folder: StateFolder, batch_id: str, lenient: bool) -> None:
-        self._disk = folder.disk
-        self._folder = folder
-        self._path = folder.journal_path(batch_id)
+        super().__init__(folder, partial(folder.copy_journal, batch_id), lenient)
         self._batch_id = batch_id
-        self._lenient = lenient
-        self._descriptor = -1
-        self.end = 0
         self.damaged: list[int] = []
         self.counts = [0, 0]
         self.usage = Usage()
 
     def read(self, record: LineRecord) -> bytes | None:
-        """Return the row of a finished line, or None if the row is damaged.
-
-        Raises UnreadableError for an unreadable sector unless `lenient`, and StorageError if the state folder fails.
-        """
+        """Return the row of a finished line, or None if the row is damaged. Raises like `part`."""
         assert record.succeeded is not None
-        found = self._read(record)
+        data = self.part(record.start, record.length)
+        found = None if data is None else unframe(self._batch_id, record.ref.rank, record.succeeded, data)
         if found is None:
             self.damaged.append(record.ref.rank)
             return None
         self.counts[record.succeeded] += 1
         self.usage = self.usage.plus(found.usage)
         return found.row
-
-    def _read(self, record: LineRecord) -> JournalRow | None:
-        if self._descriptor < 0:
-            self._folder.copy_journal(self._batch_id)
-        try:
-            with read_errors(self._path):
-                if self._descriptor < 0:
-                    self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-                    self.end = os.fstat(self._descriptor).st_size
-                if not 0 <= record.start < record.start + record.length <= self.end:
-                    return None
-                data = self._disk.read_at(self._descriptor, record.start, record.length)
-        except UnreadableError as error:
-            if not (self._lenient or error.gone):
-                raise
-            return None
-        return unframe(self._batch_id, record.ref.rank, bool(record.succeeded), data)
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 log = logging.getLogger("tidemill.gateway")
@@ -371,68 +382,38 @@ BUFFER_BYTES = 1024 * 1024
 _RESULT_LOST = ("result_unavailable", "The line was executed, but its result was damaged on the server's disk.")
 
 
-class InputReader:
-    """Read lines of an input file. `lenient`: an unreadable line counts as damaged; `max_bytes`: of longer lines only
-    the envelope is read. The caller must close it."""
+class InputReader(StoredReader):
+    """Read lines of an input file. `max_bytes`: of longer lines only the envelope is read."""
 
     def __init__(self, folder: StateFolder, file_id: str, lenient: bool, max_bytes: int) -> None:
+        super().__init__(folder, partial(folder.copy_body, file_id), lenient)
         self._max_bytes = max_bytes
-        self._folder = folder
-        self._file_id = file_id
-        self._path = folder.file_path(file_id)
-        self._lenient = lenient
-        self._descriptor = -1
-        self._size = 0
-        self._disk_checked = False
 
     def envelope(self, ref: LineRef) -> dict[str, Any] | None:
-        """Return a validated line, or None if it has been damaged or removed since. See `read_envelope`.
-
-        Raises UnreadableError for an unreadable sector unless `lenient`, and StorageError if the state folder fails.
-        """
-        if self._descriptor < 0:
-            self._folder.copy_body(self._file_id)
-        try:
-            with read_errors(self._path):
-                if self._descriptor < 0:
-                    self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-                    self._size = os.fstat(self._descriptor).st_size
-                if not 0 <= ref.start < ref.start + ref.length <= self._size:
-                    return None
-                return self._read(ref)
-        except UnreadableError as error:
-            if not error.gone:
-                if not self._lenient:
-                    raise
-                if not self._disk_checked:
-                    self._folder.check_disk()
-                    self._disk_checked = True
-            return None
-
-    def _read(self, ref: LineRef) -> dict[str, Any] | None:
-        read = partial(self._folder.disk.read_at, self._descriptor)
+        """Return a validated line, or None if it has been damaged or removed since. See `read_envelope`. Raises like
+        `part`."""
         if ref.length > self._max_bytes:
             size = min(EDGE_BYTES, ref.length)
-            tail = read(ref.start + ref.length - size, size)
-            return envelope_of_edges(read(ref.start, size), tail, too_long(self._max_bytes))
+            head, tail = self.part(ref.start, size), self.part(ref.start + ref.length - size, size)
+            if head is None or tail is None:
+                return None
+            return envelope_of_edges(head, tail, too_long(self._max_bytes))
+        line = self.part(ref.start, ref.length)
         try:
-            found = read_envelope(read(ref.start, ref.length))
+            found = None if line is None else read_envelope(line)
         except ValueError:
             return None
         if not isinstance(found, dict) or found.get("body") is None:
             return None
         return found if isinstance(found.get("custom_id"), str) else None
 
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
 
 def read_envelopes(
     folder: StateFolder, file_id: str, refs: Iterable[LineRef], *, lenient: bool, max_bytes: int
 ) -> list[dict[str, Any] | None]:
     """Return the lines of an input file. See `InputReader.envelope`."""
+    if lenient:  # if the disk fails every read, pause instead of dropping lines
+        folder.check_disk()
     reader = InputReader(folder, file_id, lenient, max_bytes)
     try:
         return [reader.envelope(ref) for ref in refs]

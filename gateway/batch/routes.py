@@ -5,7 +5,7 @@ import hashlib
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -13,7 +13,7 @@ from pydantic import Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.batch.files import FileExpiry, no_such_file
+from gateway.batch.files import FileExpiry
 from gateway.batch.resources import (
     describe_body,
     describe_page,
@@ -22,7 +22,6 @@ from gateway.batch.resources import (
     read_page,
     refuse,
     state_of,
-    unknown_cursor,
 )
 from gateway.batch.tenants import TenantExchange, listed_tenant, reached_tenant, shown
 from gateway.context import is_still_accepted, server_of, tenant_of
@@ -33,19 +32,7 @@ from gateway.http.errors import ApiError
 from gateway.http.keys import IDLE, limit_reached
 from gateway.http.sse import EventStream, event
 from gateway.store.disk import StorageError
-from gateway.store.objects import (
-    BATCH_ID,
-    FILE_ID,
-    TERMINAL,
-    BatchJob,
-    IdempotencyConflict,
-    LineQuota,
-    NoSuchFile,
-    UnknownCursor,
-    Usage,
-    WrongPurpose,
-    new_batch_id,
-)
+from gateway.store.objects import BATCH_ID, FILE_ID, TERMINAL, BatchJob, LineQuota, NoSuchFile, Usage, new_batch_id
 from gateway.telemetry.account import Account, EngineTime
 
 router = APIRouter()
@@ -110,7 +97,7 @@ async def create_batch(request: Request) -> Response:
         output_expires_after=None if body.output_expires_after is None else body.output_expires_after.seconds,
     )
     if not FILE_ID.fullmatch(body.input_file_id):
-        raise no_such_file("input_file_id")
+        raise NoSuchFile("input_file_id")
     created = await add_batch(request, batch, _idempotency(request, body))
     file = await state.folder.store.get_file(created.tenant, created.input_file_id, state.expiry_now())
     notes = await state.jobs.first_notes(created, 0 if file is None else file.bytes)
@@ -134,14 +121,6 @@ async def add_batch(request: Request, batch: BatchJob, idempotency: tuple[str, s
         assert max_lines is not None
         what = f"unfinished batches have {error.used} lines"
         raise limit_reached("lines", max_lines, what, retry_after=LINES_RETRY_SECONDS) from None
-    except NoSuchFile:
-        raise no_such_file("input_file_id") from None
-    except WrongPurpose:
-        message = "The input file must have been uploaded with the purpose 'batch'."
-        raise ApiError(400, message, param="input_file_id", code="invalid_value") from None
-    except IdempotencyConflict:
-        message = "This idempotency key was already used with a different body; use a new key."
-        raise ApiError(400, message, code="idempotency_key_reused") from None
     state.jobs.added(created)
     return created
 
@@ -158,10 +137,7 @@ def _idempotency(request: Request, body: BatchRequest) -> tuple[str, str] | None
 @router.get("/v1/batches", openapi_extra=describe_page(MAX_LISTED))
 async def list_batches(request: Request) -> Response:
     page, state = read_page(request, default=DEFAULT_LISTED, most=MAX_LISTED), state_of(request)
-    try:
-        batches, more = await state.folder.store.list_batches(listed_tenant(request), page)
-    except UnknownCursor:
-        unknown_cursor()
+    batches, more = await state.folder.store.list_batches(listed_tenant(request), page)
     return list_response([shown(request, batch, batch.as_json(state.jobs.notes(batch))) for batch in batches], more)
 
 
@@ -244,25 +220,18 @@ def count_request(tenants: TenantExchange, engine_time: EngineTime, account: Acc
         tenants.usage[request.tenant] = tenants.usage.get(request.tenant, Usage()).plus(used)
 
 
-@dataclass(frozen=True, slots=True)
-class Bill:
-    """Figures of token usage. `is_timed`: engine time is known; `prices`: of a million tokens, if given."""
-
-    is_timed: bool
-    prices: tuple[float, float] | None
-
-    def of(self, usage: Usage) -> dict[str, Any]:
-        value = None
-        if self.prices is not None:
-            price_in, price_out = self.prices
-            value = round((usage.input_tokens * price_in + usage.output_tokens * price_out) / 1e6, 9)
-        return {
-            "input_tokens": usage.input_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "output_tokens": usage.output_tokens,
-            "engine_seconds": usage.engine_us / 1e6 if usage.engine_us or self.is_timed else None,
-            "value": value,
-        }
+def bill_of(is_timed: bool, prices: tuple[float, float] | None, usage: Usage) -> dict[str, Any]:
+    """Return figures of token usage. `is_timed`: engine time is known; `prices`: of a million tokens, if given."""
+    value = None
+    if prices is not None:
+        value = round((usage.input_tokens * prices[0] + usage.output_tokens * prices[1]) / 1e6, 9)
+    return {
+        "input_tokens": usage.input_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "output_tokens": usage.output_tokens,
+        "engine_seconds": usage.engine_us / 1e6 if usage.engine_us or is_timed else None,
+        "value": value,
+    }
 
 
 _UNUSED = (Usage(), 0)
@@ -275,14 +244,11 @@ async def read_usage(request: Request) -> Response:
     Batches are listed as in /v1/batches."""
     tenant, page = listed_tenant(request), read_page(request, default=20, most=MAX_LISTED)
     context, state = server_of(request), state_of(request)
-    bill = Bill(context.metrics.stats.token_costs is not None, _prices(request))
-    try:
-        batches, more = await state.folder.store.list_batches(tenant, page)
-    except UnknownCursor:
-        unknown_cursor()
+    bill = partial(bill_of, context.metrics.stats.token_costs is not None, _prices(request))
+    batches, more = await state.folder.store.list_batches(tenant, page)
     in_batches = await state.folder.store.usage(tenant)
     since, requests = context.created, state.tenants.usage
-    if state.folder.is_shared:
+    if state.folder.store.is_shared:
         await state.tenants.exchange()
         stored, requests = await state.folder.store.request_usage(tenant)
         since = stored or since
@@ -291,8 +257,8 @@ async def read_usage(request: Request) -> Response:
     rows = [
         {
             "tenant": name,
-            "requests": bill.of(requests.get(name, Usage())),
-            "batches": bill.of(in_batches.get(name, _UNUSED)[0]),
+            "requests": bill(requests.get(name, Usage())),
+            "batches": bill(in_batches.get(name, _UNUSED)[0]),
             "unfinished_lines": in_batches.get(name, _UNUSED)[1],
             "running_requests": loads.get(name, IDLE).requests,
             "waiting_requests": loads.get(name, IDLE).queued,
@@ -301,8 +267,7 @@ async def read_usage(request: Request) -> Response:
         for name in names
     ]
     listed: Sequence[dict[str, Any]] = [
-        shown(request, batch, {"id": batch.id, "status": batch.status.value, **bill.of(batch.usage)})
-        for batch in batches
+        shown(request, batch, {"id": batch.id, "status": batch.status.value, **bill(batch.usage)}) for batch in batches
     ]
     content = {"object": "usage", "since": since, "tenants": rows, "batches": listed, "has_more": more}
     return json_response(content)

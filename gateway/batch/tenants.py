@@ -17,7 +17,6 @@ from gateway.http.keys import IDLE, Admissions, Division, KeyStore
 from gateway.store.disk import StorageError
 from gateway.store.folder import StateFolder
 from gateway.store.objects import BatchJob, FileObject, Holdings, Usage
-from gateway.store.row_store import RowStore
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -49,52 +48,9 @@ def shown(request: Request, item: BatchJob | FileObject, content: dict[str, Any]
     return content
 
 
-class Ownership:
-    """Report tenants without a key. Implements BackgroundWork.
-
-    Attributes:
-        unreachable: tenants with files or unfinished batches but without a key, as of the last `report`.
-    """
-
-    def __init__(self, store: RowStore, keys: KeyStore) -> None:
-        self._store = store
-        self._keys = keys
-        self.unreachable: list[Holdings] = []
-
-    async def start(self) -> None:
-        """See BackgroundWork."""
-        await self.report()
-
-    async def stop(self) -> None:
-        """See BackgroundWork."""
-
-    async def report(self) -> None:
-        """Log a warning for each tenant without a key."""
-        ring = self._keys.ring
-        try:
-            holdings = await self._store.holdings(int(time.time()))
-        except StorageError as error:
-            log.error("tenants without a key could not be determined: %s", error.message)
-            return
-        self.unreachable = [each for each in holdings if each.tenant not in ring.tenants]
-        for each in self.unreachable:
-            log.warning(
-                "no key belongs to tenant %s, which has %d unfinished batches and %d files; %s",
-                *each,
-                _advice(each.tenant, has_operator=ring.has_operator),
-            )
-
-
-def _advice(tenant: str, *, has_operator: bool) -> str:
-    """Return how the operator of the server can make a tenant's objects accessible."""
-    ways = ["add a key of this tenant, or one with the role 'operator', to --api-key-file"]
-    if has_operator:
-        ways = [f"an operator's key reaches them: tidemill batch list --tenant {tenant}"]
-    return ", or ".join(ways)
-
-
 class TenantExchange:
-    """Usage of requests; with a shared store, also its keys, and loads of other servers. Implements BackgroundWork.
+    """Usage of requests, and tenants without a key; with a shared store, also its keys, and loads of other servers.
+    Implements BackgroundWork.
 
     Requests never wait for the store: while it is away, keys and divisions of limits stay, and usage is added later.
     `on_new_keys`: called after a change of the keys in the store.
@@ -123,6 +79,8 @@ class TenantExchange:
         self._task: asyncio.Task[None] | None = None
         self.usage: dict[str, Usage] = {}
         """Tokens of requests, other than batch lines, that ended and are not in the store, by tenant."""
+        self.unreachable: list[Holdings] = []
+        """Tenants with files or unfinished batches but without a key, as of the last `report`."""
 
     async def start(self) -> None:
         """See BackgroundWork. Raises ConfigError for a server that is open to other machines without keys."""
@@ -140,6 +98,7 @@ class TenantExchange:
                 "--host is reachable from other machines, and the database of --state-dir has no keys or is away; run "
                 "`tidemill keys FILE ADDRESS`, or set --api-key"
             )
+        await self.report()
 
     async def stop(self) -> None:
         """See BackgroundWork."""
@@ -147,6 +106,22 @@ class TenantExchange:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
+
+    async def report(self) -> None:
+        """Log a warning for each tenant without a key."""
+        ring = self._keys.ring
+        try:
+            holdings = await self._store.holdings(int(time.time()))
+        except StorageError as error:
+            log.error("tenants without a key could not be determined: %s", error.message)
+            return
+        self.unreachable = [each for each in holdings if each.tenant not in ring.tenants]
+        for each in self.unreachable:
+            advice = "add a key of this tenant, or one with the role 'operator', to --api-key-file"
+            if ring.has_operator:
+                advice = f"an operator's key reaches them: tidemill batch list --tenant {each.tenant}"
+            text = "no key belongs to tenant %s, which has %d unfinished batches and %d files; %s"
+            log.warning(text, *each, advice)
 
     async def _run(self) -> None:
         while True:

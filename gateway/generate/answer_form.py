@@ -41,7 +41,6 @@ from gateway.generate.wire import (
     GenerationBody,
     NamedToolChoice,
     ResponseFormat,
-    StructuredOutputs,
 )
 from gateway.http.json_text import check_numbers
 
@@ -55,7 +54,7 @@ def grammar_of(body: GenerationBody) -> Grammar | None:
 
 def form_of(body: GenerationBody) -> Grammar | None:
     """Return the form of the answer as the client wrote it, with a prepared schema. Raises InvalidRequestError."""
-    found = [*_from_format(body.response_format), *_from_outputs(body.structured_outputs), *_from_guided(body)]
+    found = [*_from_format(body.response_format), *_from_fields(body)]
     if not found:
         return None
     if len(found) > 1:
@@ -90,26 +89,19 @@ def _from_format(given: ResponseFormat | None) -> Iterator[Grammar]:
     yield _json(given.json_schema.schema_, None, f"{param}.schema")
 
 
-def _from_outputs(given: StructuredOutputs | None) -> Iterator[Grammar]:
-    if given is None:
-        return
-    values = {
-        "json": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar,
-        "json_object": given.json_object or None,
-    }  # fmt: skip
-    found = list(_named(values, "structured_outputs.", given.whitespace_pattern))
-    if not found:
-        message = "'structured_outputs' must have json, regex, choice, grammar or json_object."
-        raise InvalidRequestError(message, param="structured_outputs")
-    yield from found
-
-
-def _from_guided(body: GenerationBody) -> Iterator[Grammar]:
-    values = {
-        "json": body.guided_json, "regex": body.guided_regex, "choice": body.guided_choice,
-        "grammar": body.guided_grammar,
-    }  # fmt: skip
-    yield from _named(values, "guided_", body.guided_whitespace_pattern)
+def _from_fields(body: GenerationBody) -> Iterator[Grammar]:
+    """Yield the forms in vLLM's fields, of which `guided_*` are the older ones."""
+    if (given := body.structured_outputs) is not None:
+        values = {
+            "json": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar,
+            "json_object": given.json_object or None,
+        }  # fmt: skip
+        if all(value is None for value in values.values()):
+            message = "'structured_outputs' must have json, regex, choice, grammar or json_object."
+            raise InvalidRequestError(message, param="structured_outputs")
+        yield from _named(values, "structured_outputs.", given.whitespace_pattern)
+    guided = {name: getattr(body, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+    yield from _named(guided, "guided_", body.guided_whitespace_pattern)
 
 
 def _named(values: Mapping[str, Any], prefix: str, whitespace: str | None) -> Iterator[Grammar]:

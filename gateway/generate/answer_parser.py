@@ -93,7 +93,10 @@ _PEOPLE = ("", "user", "assistant", "all")  # recipients of messages that are no
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-class _Message(Enum):
+class _Region(Enum):
+    """Kind of the current text. START: no text yet, and reasoning is only allowed at the beginning."""
+
+    START = auto()
     HEADER = auto()
     SAID = auto()
     THOUGHT = auto()
@@ -114,11 +117,11 @@ class ChannelParser:
         self._held: list[str] = []  # a header, or the arguments of a call
         self._name = self._header = ""  # of the current message
         self._has_called = False
-        self._texts: dict[_Message, list[str]] = {_Message.SAID: [], _Message.THOUGHT: []}
+        self._texts: dict[_Region, list[str]] = {_Region.SAID: [], _Region.THOUGHT: []}
         self._gaps = dict.fromkeys(self._texts, "")  # text before the next text
-        self._spoken: set[_Message] = set()  # regions with text
+        self._spoken: set[_Region] = set()  # regions with text
         self._calls: list[Call] = []
-        self._begin(_Message.HEADER, MAX_HEADER_CHARS)
+        self._begin(_Region.HEADER, MAX_HEADER_CHARS)
         if CHANNEL in opening:
             self.push(opening)
             self._spoken.clear()
@@ -141,7 +144,7 @@ class ChannelParser:
         self._texts, self._calls = {region: [] for region in self._texts}, []
         return piece
 
-    def _begin(self, region: _Message, room: int = 0) -> None:
+    def _begin(self, region: _Region, room: int = 0) -> None:
         self._region, self._room = region, room
         self._held = []
 
@@ -153,11 +156,11 @@ class ChannelParser:
         self._held.append(text)
         self._room -= len(text)
         if self._room < 0:
-            header = self._header if self._region is _Message.CALL else ""
-            self._emit(_Message.SAID, header + "".join(self._held))
-            self._begin(_Message.SAID)
+            header = self._header if self._region is _Region.CALL else ""
+            self._emit(_Region.SAID, header + "".join(self._held))
+            self._begin(_Region.SAID)
 
-    def _emit(self, region: _Message, text: str) -> None:
+    def _emit(self, region: _Region, text: str) -> None:
         if text:
             self._texts[region] += (self._gaps[region], text)
             self._gaps[region] = ""
@@ -165,14 +168,14 @@ class ChannelParser:
 
     def _cross(self, mark: str) -> None:
         """Handle a mark: it continues a header, or ends a header or a message."""
-        is_header = self._region is _Message.HEADER
+        is_header = self._region is _Region.HEADER
         if is_header and mark == MESSAGE:
             self._open("".join(self._held))
         elif mark == MESSAGE or (is_header and mark == CHANNEL):
             self._add(mark)
         else:
             self._close()
-            self._begin(_Message.HEADER, MAX_HEADER_CHARS)
+            self._begin(_Region.HEADER, MAX_HEADER_CHARS)
             if mark == CHANNEL:
                 self._add(mark)
 
@@ -182,19 +185,19 @@ class ChannelParser:
         self._name = "" if recipient is None else recipient[1].removeprefix("functions.")
         self._header = _ROLE.sub("", header, 1) + MESSAGE
         if self._name in self._functions:
-            self._begin(_Message.CALL, self._max_call_chars)
+            self._begin(_Region.CALL, self._max_call_chars)
         elif channel is not None and channel[1] == "analysis":
-            self._begin(_Message.THOUGHT)
+            self._begin(_Region.THOUGHT)
         else:
-            self._begin(_Message.SAID)
+            self._begin(_Region.SAID)
             if self._name not in _PEOPLE:
-                self._emit(_Message.SAID, self._header)
+                self._emit(_Region.SAID, self._header)
 
     def _close(self) -> None:
         """End the current header or message; the next text is separated from this one."""
-        if self._region is _Message.HEADER:
+        if self._region is _Region.HEADER:
             self._close_header("".join(self._held))
-        elif self._region is _Message.CALL:
+        elif self._region is _Region.CALL:
             self._close_call("".join(self._held))
         for region in self._spoken:
             self._gaps[region] = _GAP
@@ -205,13 +208,13 @@ class ChannelParser:
         channel = _NAME.match(rest)
         text = rest if channel is None else rest[channel.end() :]
         if text.strip():
-            self._emit(_Message.THOUGHT if channel and channel[1] == "analysis" else _Message.SAID, text)
+            self._emit(_Region.THOUGHT if channel and channel[1] == "analysis" else _Region.SAID, text)
 
     def _close_call(self, arguments: str) -> None:
         try:
             calls = decode_channel(self._name + MESSAGE + arguments, self._functions)
         except ValueError:
-            self._emit(_Message.SAID, self._header + arguments)
+            self._emit(_Region.SAID, self._header + arguments)
             return
         if self._parallel or not self._has_called:
             self._calls += calls
@@ -261,15 +264,6 @@ class Parsing:
     @property
     def shows_special_tokens(self) -> bool:
         return self.format is not None and self.format.is_special
-
-
-class _Region(Enum):
-    """Kind of the current text. START: no text yet, and reasoning is only allowed at the beginning."""
-
-    START = auto()
-    SAID = auto()
-    THOUGHT = auto()
-    CALL = auto()
 
 
 class _Edges:

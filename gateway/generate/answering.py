@@ -13,15 +13,14 @@ import hashlib
 import hmac
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import anyio.to_thread
 import orjson
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -35,49 +34,14 @@ from gateway.generate.params import Caller, GenerationPlan, promise_of
 from gateway.generate.validation import JsonPost
 from gateway.generate.wire import ModelBody
 from gateway.http.errors import ApiError, log_unexpected, to_api_error
-from gateway.http.keys import Admissions, AdmissionSlot
 from gateway.http.sse import EventStream, run_while_connected
 from gateway.models import Model
 from predictor.slo import parse_slo
 
 ResultT = TypeVar("ResultT")
 
-INLINE_PARTS = 256  # objects and list entries: planning takes about 10 us each
-INLINE_CHARS = 32 * 1024  # characters of all strings
 LONGEST_REST = 0.05
 """Maximum sleep in seconds."""
-
-
-def is_large(body: Any) -> bool:
-    """Return whether the body has more than INLINE_PARTS objects and list entries or INLINE_CHARS characters in total.
-    Visits at most INLINE_PARTS objects and lists."""
-    parts, chars = 0, 0
-    waiting = [body]
-    while waiting:
-        value = waiting.pop()
-        children: Iterable[Any] = ()
-        if isinstance(value, str):
-            chars += len(value)
-        elif isinstance(value, BaseModel):
-            children = [child for child in value.__dict__.values() if child is not None]
-            parts += 1
-        elif isinstance(value, list | tuple | dict):
-            parts += len(value)
-            if isinstance(value, dict):
-                children = [*value, *value.values()] if parts <= INLINE_PARTS else ()
-            else:
-                children = value
-        if parts > INLINE_PARTS or chars > INLINE_CHARS:
-            return True
-        waiting.extend(children)
-    return False
-
-
-async def run_by_size(context: GatewayContext, body: BaseModel, work: Callable[[], ResultT]) -> ResultT:
-    """Run work whose time grows with the body: at once for a small body, else in a thread, one request at a time."""
-    if not is_large(body):
-        return work()
-    return await anyio.to_thread.run_sync(work, limiter=context.parse_thread)
 
 
 async def run_text_work(context: GatewayContext, work: Callable[[], ResultT]) -> ResultT:
@@ -96,6 +60,7 @@ def at_half_speed(work: Callable[[], ResultT]) -> ResultT:
 
 INLINE_BYTES = 32 * 1024  # larger bodies are parsed in a thread
 CHARS_PER_TOKEN = 4  # estimate for prompts before tokenization
+CHARS_PER_PROMPT = 16  # added to each prompt of a list
 INLINE_ANSWER_PARTS = 2000  # deltas, tokens with logprobs, parts of vectors; each takes 1 to 30 us
 _PART_BYTES = 64  # bytes of a vector that count as one part
 READ_INLINE = 2000  # longer prompts, in characters, are tokenized in a thread
@@ -187,21 +152,15 @@ async def begin(request: Request, plan: GenerationPlan) -> Generation:
     place = admissions.enter(tenant_of(request), len(plan.requests), plan.max_tokens)
     try:
         if not place.granted.is_set():
-            await _wait_for(request, place, admissions)
+            leave = partial(admissions.leave, place)
+            if not await run_while_connected(request.receive, place.granted.wait, leave):
+                raise ClientDisconnect
         generation = await Generation.begin(plan, context.client, context.tokenizer, context.metrics)
     except BaseException:
         admissions.leave(place)
         raise
     generation.on_end = partial(admissions.leave, place)
     return generation
-
-
-async def _wait_for(request: Request, place: AdmissionSlot, admissions: Admissions) -> None:
-    async def granted() -> None:
-        await place.granted.wait()
-
-    if not await run_while_connected(request.receive, granted, partial(admissions.leave, place)):
-        raise ClientDisconnect
 
 
 async def respond(request: Request, generation: Generation, shape: WholeFormat) -> Response:
@@ -211,17 +170,13 @@ async def respond(request: Request, generation: Generation, shape: WholeFormat) 
         answer_format = cast(AnswerFormat, shape)
         events = stream_events(generation, answer_format)
         return EventStream(events, generation.abort, partial(generation.write_directly, answer_format.chunk))
-    answer: list[dict[str, Any]] = []
-
-    async def work() -> None:
-        answer.append(await collect(generation, shape))
-
     try:
-        if not await run_while_connected(request.receive, work, generation.abort):
-            return Response(status_code=499)  # not sent: the connection is closed
+        answer = await run_while_connected(request.receive, lambda: collect(generation, shape), generation.abort)
     finally:
         generation.abort()
-    return Response(orjson.dumps(answer[0]), media_type="application/json")
+    if answer is None:
+        return Response(status_code=499)  # not sent: the connection is closed
+    return Response(orjson.dumps(answer), media_type="application/json")
 
 
 async def collect(generation: Generation, shape: WholeFormat) -> dict[str, Any]:
@@ -299,8 +254,6 @@ class ModelEndpoint(JsonPost[BodyT]):
         promise = None
         if body.service_tier != "flex":
             promise = promise_of(request.headers, body, key_of(request), parse_slo(context.client.info.slo))
-        if promise is not None:
-            context = replace(context, promise=promise)
         plan = (await self.plan(context, body, tenant)).promised(promise, body.service_tier)
         generation = await begin(request, plan)
         response = await respond(request, generation, self.format(context, body, plan, request.state.request_id))

@@ -3,7 +3,6 @@
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,18 @@ from gateway.context import GatewayContext
 from gateway.generate.answer_form import check_stream_options, form_of, grammar_of, is_structured, read_form
 from gateway.generate.answer_parser import OutputDelta
 from gateway.generate.answering import (
+    CHARS_PER_PROMPT,
     CHARS_PER_TOKEN,
     READ_INLINE,
     ModelEndpoint,
     caller_of,
     choose_model,
-    is_large,
-    run_by_size,
     run_text_work,
 )
-from gateway.generate.params import AnswerRules, GenerationPlan, TokenizedPrompt, chat_plan, completion_plan
+from gateway.generate.params import AnswerRules, Caller, GenerationPlan, TokenizedPrompt, chat_plan, completion_plan
 from gateway.generate.tool_formats import Call
 from gateway.generate.validation import UNHONOURED
-from gateway.generate.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest, ModelBody
+from gateway.generate.wire import MAX_PROMPTS, ChatCompletionRequest, CompletionRequest
 from gateway.http.errors import ApiError
 from gateway.http.sse import DONE, END, event
 
@@ -179,20 +177,19 @@ async def plan_completion(context: GatewayContext, body: CompletionRequest, tena
         prompts = encode_prompts(context, body.prompt, "prompt", is_raw=body.add_special_tokens is False)
         return completion_plan(body, prompts, context.info, caller, AnswerRules(grammar=grammar_of(body)))
 
-    return await plan_by_length(context, body, body.prompt, plan, is_fast=not is_structured(body))
+    return await plan_by_length(context, body.prompt, plan, is_fast=not is_structured(body))
 
 
 async def plan_by_length(
     context: GatewayContext,
-    body: ModelBody,
     prompts: Sequence[str | list[int]],
     plan: Callable[[], GenerationPlan],
     is_fast: bool = True,
 ) -> GenerationPlan:
-    """Plan at once for short prompts in a small body, else in a thread. `is_fast`: the rest of the plan is fast. Raises
-    the exceptions of `plan`."""
-    num_chars = sum(len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in prompts)
-    at_once = is_fast and num_chars <= READ_INLINE and not is_large(body)
+    """Plan at once for few and short prompts, else in a thread. `is_fast`: the rest of the plan is fast. Raises the
+    exceptions of `plan`."""
+    sizes = (len(prompt) if isinstance(prompt, str) else CHARS_PER_TOKEN * len(prompt) for prompt in prompts)
+    at_once = is_fast and CHARS_PER_PROMPT * len(prompts) + sum(sizes) <= READ_INLINE
     return plan() if at_once else await run_text_work(context, plan)
 
 
@@ -288,25 +285,23 @@ COMPLETIONS = ModelEndpoint(
 PROMPT_END = 8  # last tokens of the prompt that are searched for the opening mark of reasoning
 
 
-async def plan_chat(
-    context: GatewayContext, body: ChatCompletionRequest, tenant: str, prefix: str = "chatcmpl-", clip: bool = False
+async def plan_chat(context: GatewayContext, body: ChatCompletionRequest, tenant: str) -> GenerationPlan:
+    """See `ModelEndpoint.plan`."""
+    caller = caller_of(context, body, tenant, "chatcmpl-", body.cache_salt)
+    # also for short messages: the time of a chat template does not follow from their length
+    return await run_text_work(context, lambda: read_chat(context, body, caller))
+
+
+def read_chat(
+    context: GatewayContext, body: ChatCompletionRequest, caller: Caller, clip: bool = False
 ) -> GenerationPlan:
-    """See `ModelEndpoint.plan`. Also used for requests translated from other APIs. `prefix`: prefix of the response id;
-    `clip`: see `chat_plan`."""
-    caller, info = caller_of(context, body, tenant, prefix, body.cache_salt), context.info
-    tokenizer = context.tokenizer
-    read = partial(read_form, body, context.tool_format, context.thought_marks, tokenizer.chat_template_text)
-    form = await run_by_size(context, body, read)
-
-    def plan() -> GenerationPlan:
-        token_ids = form.encode(tokenizer, info.max_model_len)
-        prompt_end = tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
-        asked = form_of(body)
-        rules = form.rules(prompt_end, tokenizer.atomic_tokens, asked)
-        return chat_plan(body, token_ids, info, caller, rules, clip)
-
-    # always in a thread: the time of a chat template does not follow from the length of the messages
-    return await run_text_work(context, plan)
+    """Return the plan of a chat, which may be translated from another API. Slow. `clip`: see `chat_plan`."""
+    tokenizer, info = context.tokenizer, context.info
+    form = read_form(body, context.tool_format, context.thought_marks, tokenizer.chat_template_text)
+    token_ids = form.encode(tokenizer, info.max_model_len)
+    prompt_end = tokenizer.decode(token_ids[-PROMPT_END:], skip_special_tokens=False)
+    rules = form.rules(prompt_end, tokenizer.atomic_tokens, form_of(body))
+    return chat_plan(body, token_ids, info, caller, rules, clip)
 
 
 async def prompt_ids(context: GatewayContext, body: ChatCompletionRequest) -> list[int]:

@@ -50,7 +50,7 @@ async def plan_embeddings(context: GatewayContext, body: EmbeddingRequest, tenan
         )
         return GenerationPlan(caller.response_id, body.model, prompts, requests, kind)
 
-    return await plan_by_length(context, body, body.input, plan)
+    return await plan_by_length(context, body.input, plan)
 
 
 def embedding_spec(info: EngineInfo, body: EmbeddingRequest) -> EmbeddingSpec:

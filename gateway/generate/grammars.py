@@ -16,7 +16,7 @@ import orjson
 
 from engine.errors import InvalidRequestError
 from engine.forms import MAX_GRAMMAR_BYTES, Grammar
-from gateway.generate.schemas import choices_of, rounds_numbers
+from gateway.generate.schemas import KIND_OF, choices_of, rounds_numbers
 
 
 def quoted(text: str) -> str:
@@ -24,14 +24,14 @@ def quoted(text: str) -> str:
 
 
 class Lark:
-    """A grammar under construction of at most `most` bytes, because a grammar can be much longer than its request.
-    `special`: ids of special tokens by text."""
+    """A grammar under construction, which can become much longer than its request. `special`: ids of special tokens by
+    text."""
 
-    def __init__(self, special: Mapping[str, int], most: int = MAX_GRAMMAR_BYTES) -> None:
+    def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
         self._marks = re.compile("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")")
         self._lines: list[str] = []
-        self._most = self._room = most
+        self._room = MAX_GRAMMAR_BYTES
 
     def text(self, text: str) -> str:
         """Return an expression that matches exactly the text."""
@@ -76,9 +76,8 @@ class Lark:
     def _take_room(self, size: int) -> None:
         self._room -= size
         if self._room < 0:
-            raise ValueError(
-                f"the grammar is longer than {self._most // 1024} KiB; send smaller schemas or fewer tools"
-            )
+            most = MAX_GRAMMAR_BYTES // 1024
+            raise ValueError(f"the grammar is longer than {most} KiB; send smaller schemas or fewer tools")
 
 
 def integer_pattern(bounds: Mapping[str, int | float]) -> str:
@@ -104,55 +103,25 @@ def integer_pattern(bounds: Mapping[str, int | float]) -> str:
 
 def _magnitudes(least: int, most: int | None) -> Iterator[str]:
     """Yield patterns that together match the decimal integers from `least` to `most`; None: without limit."""
-    first = str(least)
     if most is None:
-        yield from _between(first, "9" * len(first))
-        yield f"[1-9][0-9]{{{len(first)},}}"
-        return
-    last = str(most)
-    if len(first) == len(last):
-        yield from _between(first, last)
-        return
-    yield from _between(first, "9" * len(first))
-    if len(last) - len(first) > 1:
-        yield f"[1-9][0-9]{{{len(first)},{len(last) - 2}}}"
-    yield from _between("1" + "0" * (len(last) - 1), last)
-
-
-def _between(first: str, last: str) -> Iterator[str]:
-    """Yield patterns for the numbers between two numbers of the same length."""
-    same = next((at for at, digit in enumerate(first) if digit != last[at]), len(first))
-    if same == len(first):
-        yield first
-        return
-    head, rest = first[:same], len(first) - same - 1
-    if int(first[same]) + 1 < int(last[same]):
-        yield f"{head}[{int(first[same]) + 1}-{int(last[same]) - 1}][0-9]{{{rest}}}"
-    yield from _ends(first, same + 1, 1)
-    yield from _ends(last, same + 1, -1)
-
-
-def _ends(number: str, start: int, step: int) -> Iterator[str]:
-    """Yield patterns for the numbers of the same length and first `start` digits as `number` that are at least
-    (`step` 1) or at most (-1) as large."""
-    yield number
-    for at in range(start, len(number)):
-        digit = int(number[at])
-        low, high = (digit + 1, 9) if step > 0 else (0, digit - 1)
-        if low <= high:
-            yield f"{number[:at]}[{low}-{high}][0-9]{{{len(number) - at - 1}}}"
-
-
-_KINDS: Mapping[type, Sequence[str]] = {
-    str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), type(None): ("null",),
-    list: ("array",), dict: ("object",),
-}  # fmt: skip
+        digits = len(str(least))
+        yield f"[1-9][0-9]{{{digits},}}"
+        most = 10**digits - 1
+    while least <= most:  # from `least` on, all numbers that differ in one digit and those behind it
+        size = 1
+        while least and least % (10 * size) == 0 and least + 10 * size - 1 <= most:
+            size *= 10
+        digit = least // size % 10
+        count = min(10 - digit, (most - least + 1) // size)
+        yield f"{least // size // 10 or ''}[{digit}-{digit + count - 1}][0-9]{{{len(str(size)) - 1}}}"
+        least += count * size
 
 
 def admits(schema: Mapping[str, Any], choice: Any) -> bool:
     """Return whether the type, bounds and lengths of a schema admit a value that it lists."""
-    named = schema.get("type")
-    kinds = _KINDS[int] if isinstance(choice, float) and choice.is_integer() else _KINDS[type(choice)]
+    named, kinds = schema.get("type"), [KIND_OF[type(choice)]]
+    if kinds == ["number"] and float(choice).is_integer():
+        kinds.append("integer")
     if named is not None and not any(kind in kinds for kind in ([named] if isinstance(named, str) else named)):
         return False
     if isinstance(choice, str):
@@ -487,11 +456,10 @@ class Literals:
             if self.values.identifiers and not given.keys() & {"pattern", "format"}:
                 return self.lark.rule(f'{text} | "\'" {any_text(schema, _IN_QUOTES)} "\'"')
             return text
-        quote = self.values.quote
-        if self.lark.is_special(quote):
-            return f"{self.lark.text(quote)} {self.lark.terminal(any_text(schema))} {self.lark.text(quote)}"
-        text = self.lark.terminal(f"{any_text(schema)} & ~/(?s:.)*{re.escape(quote)}(?s:.)*/")
-        return f"{quoted(quote)} {self.lark.rule(f'{text} {quoted(quote)}', '[lazy]')}"
+        quote, text = self.values.quote, any_text(schema)
+        if not self.lark.is_special(quote):
+            text += f" & ~/(?s:.)*{re.escape(quote)}(?s:.)*/"
+        return f"{self.lark.text(quote)} {self.lark.until(self.lark.terminal(text), quote)}"
 
     def _list(self, schema: Schema) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
@@ -584,10 +552,7 @@ class CallFormat:
             other = lark.terminal(rf"/(\s*[^\s{re.escape(self.leads)}](?s:.)*)?/")
             return f"{self.required(lark, functions, parallel)} | {other}"
         anything = lark.terminal("/(?s:.)*/")
-        if lark.is_special(self.mark):
-            lead = f"{anything} {lark.text(self.mark)}"
-        else:
-            lead = lark.rule(f"{anything} {quoted(self.mark)}", "[lazy]")
+        lead = lark.until(anything, self.mark)
         calls = self._calls(lark, functions)
         inner = calls if self.each else self._list(lark, calls, parallel)
         body = lark.rule(f"{lark.text(self.before)} {inner} {lark.text(self.behind)}")

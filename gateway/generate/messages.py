@@ -14,23 +14,21 @@ from starlette.responses import Response
 from engine.errors import InvalidRequestError
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import OutputDelta
-from gateway.generate.answering import ModelEndpoint, run_by_size
+from gateway.generate.answering import ModelEndpoint
 from gateway.generate.history import arguments_text, readable_turns
 from gateway.generate.params import GenerationPlan
 from gateway.generate.tool_formats import Call
 from gateway.generate.translation import Conversation, Translation, count_prompt, plan_translated, text_of, tool_fields
-from gateway.generate.validation import EXTRA_BODY, ClientObject, JsonPost, RefusedField, Unhonoured, told_in, validate
+from gateway.generate.validation import EXTRA_BODY, ClientObject, JsonPost, RefusedField, Unhonoured
 from gateway.generate.wire import (
     MAX_MESSAGES,
-    MAX_PARTS,
     MAX_STOPS,
     MAX_TOOLS,
     SWITCHES,
-    ChatCompletionRequest,
     RequestBody,
     StopString,
+    TextOrParts,
     ToolName,
-    content_kind,
 )
 from gateway.http.errors import ApiError, messages_envelope
 from gateway.http.sse import named_event
@@ -84,11 +82,7 @@ class CallBlock(ClientObject):
     input: dict[str, Any]
 
 
-Texts = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-    Discriminator(content_kind),
-]
+Texts = TextOrParts[TextBlock]
 
 
 class ResultBlock(ClientObject):
@@ -124,11 +118,7 @@ Block = Annotated[
 
 class MessageParam(ClientObject):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")]
-        | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-        Discriminator(content_kind),
-    ]
+    content: TextOrParts[Block]
 
 
 class CustomTool(ClientObject):
@@ -242,14 +232,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def translate(body: PromptBody, template: str, reasons: bool = False) -> Translation:
     """Translate a body for a model with this chat template, which may have reasoning. Raises InvalidRequestError for an
     invalid chat request."""
-    fields: dict[str, Any] = {
-        "model": body.model,
-        "service_tier": body.service_tier,
-        "stream": body.stream,
-        "messages": _conversation(body).messages(),
-        **_functions(body),
-        **_thinking(body, template, reasons),
-    }
+    fields = _functions(body) | _thinking(body, template, reasons)
     if form_ := (body.output_config and body.output_config.format) or body.output_format:
         form = {"name": "answer", "schema": form_.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": form}
@@ -263,8 +246,7 @@ def translate(body: PromptBody, template: str, reasons: bool = False) -> Transla
         }
     if body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
-    with told_in(NAMES):
-        return Translation(validate(ChatCompletionRequest, fields), NAMES)
+    return _conversation(body).translation(body, NAMES, **fields)
 
 
 def _conversation(body: PromptBody) -> Conversation:
@@ -476,13 +458,12 @@ def _event(kind: str, **fields: Any) -> bytes:
     return named_event({"type": kind, **fields})
 
 
-async def _translate(context: GatewayContext, body: PromptBody) -> Translation:
-    template, reasons = context.tokenizer.chat_template_text, context.thought_marks is not None
-    return await run_by_size(context, body, lambda: translate(body, template, reasons))
+def _translate(context: GatewayContext, body: PromptBody) -> Translation:
+    return translate(body, context.tokenizer.chat_template_text, context.thought_marks is not None)
 
 
 async def _plan(context: GatewayContext, body: MessagesRequest, tenant: str) -> GenerationPlan:
-    return await plan_translated(context, await _translate(context, body), tenant, "msg_", clip=True)
+    return await plan_translated(context, body, _translate, tenant, "msg_", clip=True)
 
 
 MESSAGES = ModelEndpoint(

@@ -24,13 +24,7 @@ from engine.client import EngineInfo
 from engine.errors import ContextLengthError, InvalidRequestError
 from engine.forms import Grammar, Pooling, ThinkingBudget
 from gateway.generate.answer_parser import Parsing
-from gateway.generate.wire import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationBody,
-    ModelBody,
-    StreamOptions,
-)
+from gateway.generate.wire import ChatCompletionRequest, CompletionRequest, GenerationBody, ModelBody, StreamOptions
 from gateway.http.errors import ApiError
 from gateway.http.keys import Key
 from predictor.budget import DEFAULT_CLASS, Promise

@@ -16,7 +16,7 @@ from engine.api import MAX_LOGPROBS
 from engine.text.tokenizer import Tokenizer
 from gateway.context import GatewayContext
 from gateway.generate.answer_parser import OutputDelta
-from gateway.generate.answering import ModelEndpoint, run_by_size
+from gateway.generate.answering import ModelEndpoint
 from gateway.generate.completions import chat_logprobs
 from gateway.generate.history import readable_items
 from gateway.generate.params import GenerationPlan
@@ -30,18 +30,16 @@ from gateway.generate.validation import (
     StrictBody,
     Unhonoured,
     at_most,
-    told_in,
-    validate,
 )
 from gateway.generate.validation import UNHONOURED as CHAT_UNHONOURED
 from gateway.generate.wire import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
-    ChatCompletionRequest,
     Effort,
+    FunctionDefinition,
     RequestBody,
-    ToolName,
+    TextOrParts,
     choice_kind,
     content_kind,
 )
@@ -87,11 +85,7 @@ class Thought(ClientObject):
     text: str
 
 
-Content = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-    Discriminator(content_kind),
-]
+Content = TextOrParts[InputPart]
 
 
 class InputMessage(ClientObject):
@@ -153,14 +147,10 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(ClientObject):
-    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+class FunctionTool(FunctionDefinition):
+    """A function that the model may call."""
 
     type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class HostedTool(ClientObject):
@@ -290,10 +280,6 @@ NAMES: Mapping[str, str] = {
 def translate(body: ResponsesRequest) -> Translation:
     """Translate a body. Raises InvalidRequestError for an invalid chat request."""
     fields: dict[str, Any] = {
-        "model": body.model,
-        "service_tier": body.service_tier,
-        "stream": body.stream,
-        "messages": _conversation(body).messages(),
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -305,8 +291,7 @@ def translate(body: ResponsesRequest) -> Translation:
         "parallel_tool_calls": body.parallel_tool_calls,
         **_functions(body),
     }
-    with told_in(NAMES):
-        return Translation(validate(ChatCompletionRequest, fields), NAMES)
+    return _conversation(body).translation(body, NAMES, **fields)
 
 
 def functions_of(body: ResponsesRequest) -> list[FunctionTool]:
@@ -586,12 +571,12 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
-async def _translate(context: GatewayContext, body: ResponsesRequest) -> Translation:
-    return await run_by_size(context, body, lambda: translate(body))
+def _translate(_: GatewayContext, body: ResponsesRequest) -> Translation:
+    return translate(body)
 
 
 async def _plan(context: GatewayContext, body: ResponsesRequest, tenant: str) -> GenerationPlan:
-    return await plan_translated(context, await _translate(context, body), tenant, "resp_")
+    return await plan_translated(context, body, _translate, tenant, "resp_")
 
 
 RESPONSES = ModelEndpoint(

@@ -45,7 +45,7 @@ _LISTS = ("prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _ONES = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
 _ABOUT_NAMES = {"properties", "required", "additionalProperties", "patternProperties", "unevaluatedProperties"}
-_KIND_OF = {
+KIND_OF = {
     str: "string", int: "number", float: "number", bool: "boolean", type(None): "null", list: "array", dict: "object",
 }  # fmt: skip
 _ADMITS_ALL: Mapping[str, Sequence[Any]] = {
@@ -60,7 +60,7 @@ _OF_KIND = {
     "array": ("uniqueItems", "contains", "unevaluatedItems"),
     "object": ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
 }
-KINDS = frozenset(_KIND_OF.values())
+KINDS = frozenset(KIND_OF.values())
 MOST_COMPARED = 50_000
 _MOST_STEPS = 16
 _MOST_NODES = 64
@@ -123,7 +123,7 @@ def kinds_of(schema: Any, root: Any) -> frozenset[str]:
         choices, types = choices_of(each), each.get("type")
         options = next((each[name] for name in ("anyOf", "oneOf") if isinstance(each.get(name), list)), None)
         if isinstance(choices, list):
-            kinds.update(_KIND_OF[kind] for kind in set(map(type, choices)))
+            kinds.update(KIND_OF[kind] for kind in set(map(type, choices)))
         elif isinstance(types, str | list):
             kinds.update("number" if kind == "integer" else str(kind) for kind in _as_list(types))
         elif options is not None:

@@ -5,7 +5,7 @@ the parameters that the client sent.
 """
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -15,11 +15,11 @@ from starlette.responses import Response
 
 from engine.errors import InvalidRequestError
 from gateway.context import GatewayContext, context_of
-from gateway.generate.answering import BodyT, read_body
-from gateway.generate.completions import plan_chat, prompt_ids
+from gateway.generate.answering import BodyT, caller_of, read_body, run_text_work
+from gateway.generate.completions import prompt_ids, read_chat
 from gateway.generate.params import GenerationPlan
-from gateway.generate.validation import JsonPost, told_in
-from gateway.generate.wire import ChatCompletionRequest, ChatMessage, FunctionCall, ToolCall
+from gateway.generate.validation import JsonPost, told_in, validate
+from gateway.generate.wire import ChatCompletionRequest, ChatMessage, FunctionCall, RequestBody, ToolCall
 
 
 class HasText(Protocol):
@@ -32,6 +32,10 @@ class Translation:
 
     chat: ChatCompletionRequest
     names: Mapping[str, str]
+
+
+Translate = Callable[[GatewayContext, BodyT], Translation]
+"""Translate a body. Slow. Raises InvalidRequestError."""
 
 
 @dataclass(slots=True)
@@ -58,8 +62,12 @@ class Conversation:
     def __init__(self) -> None:
         self._drafts: list[_Draft] = []
 
-    def messages(self) -> list[ChatMessage]:
-        return [draft.message() for draft in self._drafts]
+    def translation(self, body: RequestBody, names: Mapping[str, str], **fields: Any) -> Translation:
+        """Return the chat of a body with these messages and other `fields`. Raises InvalidRequestError."""
+        common = {"model": body.model, "service_tier": body.service_tier, "stream": body.stream}
+        messages = [draft.message() for draft in self._drafts]
+        with told_in(names):
+            return Translation(validate(ChatCompletionRequest, {**common, "messages": messages, **fields}), names)
 
     def instruct(self, text: str) -> None:
         """Add instructions. Instructions before the first turn become one message: many templates allow only one."""
@@ -114,24 +122,27 @@ def text_of(content: str | Sequence[HasText]) -> str:
 
 
 async def plan_translated(
-    context: GatewayContext, translation: Translation, tenant: str, prefix: str, clip: bool = False
+    context: GatewayContext, body: BodyT, translate: Translate[BodyT], tenant: str, prefix: str, clip: bool = False
 ) -> GenerationPlan:
-    """Plan a translated request; see `plan_chat`. Errors have the client's names."""
-    with told_in(translation.names):
-        plan = await plan_chat(context, translation.chat, tenant, prefix, clip)
-    return dataclasses.replace(plan, names=translation.names)
+    """Plan a request as a chat; see `ModelEndpoint.plan`. Errors have the client's names. `prefix`: prefix of the
+    response id; `clip`: see `chat_plan`."""
+    caller = caller_of(context, body, tenant, prefix)
+
+    def plan() -> GenerationPlan:
+        translation = translate(context, body)
+        with told_in(translation.names):
+            made = read_chat(context, translation.chat, caller, clip)
+        return dataclasses.replace(made, names=translation.names)
+
+    return await run_text_work(context, plan)
 
 
-async def count_prompt(
-    request: Request,
-    post: JsonPost[BodyT],
-    translate: Callable[[GatewayContext, BodyT], Awaitable[Translation]],
-    **fields: Any,
-) -> Response:
+async def count_prompt(request: Request, post: JsonPost[BodyT], translate: Translate[BodyT], **fields: Any) -> Response:
     """Return the number of prompt tokens of a request, and `fields`. Nothing is queued."""
     context = context_of(request)
     context.lifecycle.check_accepting()
-    translation = await translate(context, await read_body(request, post.parse))
+    body = await read_body(request, post.parse)
+    translation = await run_text_work(context, lambda: translate(context, body))
     with told_in(translation.names):
         number = len(await prompt_ids(context, translation.chat))
     return Response(orjson.dumps({**fields, "input_tokens": number}), media_type="application/json")

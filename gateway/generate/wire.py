@@ -5,16 +5,9 @@ clients return or decorate ignore them. The models have the supported fields onl
 fields that are ignored or refused.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.api import MAX_LOGIT_BIAS, MAX_LOGPROBS, RequestClass
@@ -135,12 +128,12 @@ class ToolCall(ClientObject):
     function: FunctionCall
 
 
-Content = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
+PartT = TypeVar("PartT")
+TextOrParts = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[PartT], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
     Discriminator(content_kind),
-    BeforeValidator(_empty_as_text),
 ]
+Content = Annotated[TextOrParts[TextPart], BeforeValidator(_empty_as_text)]
 
 
 class ChatMessage(ClientObject):

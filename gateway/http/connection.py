@@ -136,97 +136,6 @@ class ConnectionLimit:
 
 
 _FRAMING = (b"content-length", b"transfer-encoding")
-
-
-class ParserCallbacks(Protocol):
-    """The callbacks of httptools."""
-
-    headers: list[tuple[bytes, bytes]]
-    """Headers of the current request, with names in lower case."""
-
-    def on_message_begin(self) -> None: ...
-    def on_url(self, url: bytes) -> None: ...
-    def on_header(self, name: bytes, value: bytes) -> None: ...
-    def on_headers_complete(self) -> None: ...
-    def on_body(self, body: bytes) -> None: ...
-    def on_message_complete(self) -> None: ...
-
-
-class RequestParser:
-    """Parse the requests of a connection. Offers of another protocol are ignored.
-
-    httptools ends a request with `Upgrade` behind its headers and leaves the body unread. This class then gives a head
-    with the same framing to a new parser, without calling back, and the body after it.
-    """
-
-    def __init__(self, callbacks: ParserCallbacks) -> None:
-        self._callbacks = callbacks
-        self._is_replay = False
-        self.on_body = callbacks.on_body
-        self._parser = self._new_parser()
-
-    def _new_parser(self) -> httptools.HttpRequestParser:
-        parser = httptools.HttpRequestParser(self)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn: answer before closing
-        return parser
-
-    def get_method(self) -> bytes:
-        return bytes(self._parser.get_method())
-
-    def get_http_version(self) -> str:
-        return str(self._parser.get_http_version())
-
-    def should_keep_alive(self) -> bool:
-        return bool(self._parser.should_keep_alive())
-
-    def should_upgrade(self) -> bool:
-        """Return False, for uvicorn: no request changes the protocol."""
-        return False
-
-    def feed_data(self, data: bytes) -> None:
-        """Parse received bytes. Raises httptools.HttpParserError."""
-        while True:
-            try:
-                self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade as offer:
-                data = data[offer.args[0] :]
-                self._replay_head()
-            else:
-                return
-
-    def close(self) -> None:
-        """Break the reference cycle with httptools' parser, so that a closed connection is freed at once."""
-        del self._parser
-
-    def _replay_head(self) -> None:
-        framing = [b"%b: %b\r\n" % header for header in self._callbacks.headers if header[0] in _FRAMING]
-        self._parser = self._new_parser()
-        self._is_replay = True
-        self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
-
-    # Callbacks of httptools
-    def on_message_begin(self) -> None:
-        if not self._is_replay:
-            self._callbacks.on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        if not self._is_replay:
-            self._callbacks.on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_replay:
-            self._callbacks.on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        if not self._is_replay:
-            self._callbacks.on_headers_complete()
-        self._is_replay = False
-
-    def on_message_complete(self) -> None:
-        if not self._parser.should_upgrade():
-            self._callbacks.on_message_complete()
-
-
 _WRITE_BUFFER = 32 * 1024
 _MAX_PIPELINED = 8
 _MAX_DROPPED = 64 * 2**20
@@ -275,7 +184,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.parser = RequestParser(self)
+        self._is_replay = False
         self._has_place = self.places.enter(self)
         self._read_timer: TimerHandle | None = None
         self._write_timer: TimerHandle | None = None
@@ -304,7 +213,6 @@ class GuardedProtocol(HttpToolsProtocol):
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
-        self.parser.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -312,13 +220,36 @@ class GuardedProtocol(HttpToolsProtocol):
             self._drop(len(data))
             return
         reading = self.cycle if self._in_body else None
-        super().data_received(data)
+        self._parse(data)
         if reading is not None and self._in_body and self.cycle is reading:
             self._check_framing(len(data))
         if self._in_head and not self._refused:
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.max_header_bytes:
                 self._refuse(ApiError(431))
+
+    def _parse(self, data: bytes) -> None:
+        """Parse received bytes like uvicorn, but ignore offers of another protocol.
+
+        httptools ends a request with `Upgrade` behind its headers and leaves the body unread. A new parser then gets a
+        head with the same framing, whose callbacks return at once, and the body after it.
+        """
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as offer:
+                    data = data[offer.args[0] :]
+                    self.parser = httptools.HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                    self._is_replay = True
+                    framing = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in _FRAMING)
+                    self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % framing)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
 
     def _check_framing(self, size: int) -> None:
         """Count `size` bytes received for the current body, excluding bytes that arrived together with the headers."""
@@ -335,10 +266,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     # Parser callbacks
     def on_message_begin(self) -> None:
+        if self._is_replay:
+            return
         super().on_message_begin()
         self._begin_head(self.limits.header_seconds if self._has_place else self.limits.standing_seconds)
 
     def on_url(self, url: bytes) -> None:
+        if self._is_replay:
+            return
         super().on_url(url)
         self._url_size += len(url)
         if self._url_size > self.limits.max_url_bytes:
@@ -347,11 +282,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Ignore trailers, which must not be treated as headers (RFC 9110 §6.5.1): proxies check the headers only."""
+        if self._is_replay:
+            return
         if self._in_head:
             super().on_header(name, value)
         self._count_header(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
+        if self._is_replay:
+            self._is_replay = False
+            return
         self._in_head = False
         self._in_body = True
         self._body_started = self.loop.time()
@@ -378,6 +318,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():  # the body is still to come
+            return
         self._in_body = False
         self._cancel_read()
         super().on_message_complete()

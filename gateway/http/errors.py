@@ -190,7 +190,7 @@ def _allowed(scope: Scope) -> str:
 
 
 def handle_error(request: Request, error: Exception) -> Response:
-    """Exception handler for the errors that routes raise."""
+    """Exception handler for the errors that the router raises; `ErrorBoundary` handles all others."""
     return error_response(error, request.scope)
 
 

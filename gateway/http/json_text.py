@@ -34,9 +34,6 @@ class JsonSize(NamedTuple):
     numbers: int = 0
     """Commas in long arrays of integers."""
 
-    def exceeds(self, limits: "JsonSize") -> bool:
-        return any(mine > most for mine, most in zip(self, limits, strict=True))
-
     def excess(self, limits: "JsonSize") -> str | None:
         """Describe the first limit that is exceeded, e.g. `131072 strings`; None if none is."""
         names = ("objects and arrays", "strings", "values", "values")
@@ -61,7 +58,7 @@ def count_json(raw: bytes | bytearray, limits: JsonSize = LIMITS) -> JsonCount:
     strides = [(start, start + _STRIDE) for start in range(0, len(raw), _STRIDE)]
     brackets, braces, quotes, commas = (sum(raw.count(c, *s) for s in strides) for c in (b"[", b"{", b'"', b","))
     most = JsonSize(brackets + braces, quotes // 2, commas)
-    return JsonCount(most) if not most.exceeds(limits) else _Counter(raw, limits).count()
+    return JsonCount(most) if most.excess(limits) is None else _Counter(raw, limits).count()
 
 
 class _Counter:
@@ -81,7 +78,7 @@ class _Counter:
 
     def count(self) -> JsonCount:
         raw, start = self._raw, 0
-        while start < len(raw) and not self._size.exceeds(self._limits):
+        while start < len(raw) and self._size.excess(self._limits) is None:
             window = raw[start : start + WINDOW_BYTES]
             if (len(window) - len(window.rstrip(b"\\"))) % 2:  # do not split an escape sequence
                 window += raw[start + len(window) : start + len(window) + 1]
@@ -124,7 +121,6 @@ class _Counter:
 
 
 PIECE_BYTES = 16 * 1024
-_SPACE = re.compile(rb"[ \t\r\n]*")
 _LONG = 16
 """Digits, a decimal point included, of the shortest number without an exponent that may have no double."""
 _LONGEST = 20
@@ -266,41 +262,22 @@ def _put_in(body: Any, found: Mapping[str, list[Any]]) -> Any:
 
 
 def _read_array(text: bytes | bytearray) -> list[Any]:
-    """Parse `[1,2]` or `[[1],[2]]`."""
-    inner = text[1:-1]
-    if b"[" not in inner:
-        return _read_numbers(inner)
-    values, start = list[Any](), 0
-    while (first := inner.find(b"]", start) + 1) > 0:
-        end = max(first, inner.rfind(b"]", start, start + PIECE_BYTES) + 1)
+    """Parse `[1,2]` or `[[1],[2]]` in pieces that end at a comma."""
+    inner, values, start, is_open = text[1:-1], list[Any](), 0, False
+    while start <= len(inner):
+        comma = inner.find(b",", start + PIECE_BYTES)
+        end = comma if comma >= 0 else len(inner)
         piece = inner[start:end].strip()
-        if end - start > PIECE_BYTES and piece[:1] == b"[":
-            values.append(_read_numbers(piece[1:-1]))
-        else:
-            values += orjson.loads(b"[" + piece + b"]")
-        space = _SPACE.match(inner, end)
-        assert space is not None
-        if space.end() == len(inner):
-            return values
-        if inner[space.end()] != ord(","):
-            raise _wrong("a comma is missing")
-        start = space.end() + 1
-    return values + _read_numbers(_not_empty(inner[start:]))
-
-
-def _read_numbers(inner: bytes | bytearray) -> list[Any]:
-    values, start = list[Any](), 0
-    while (comma := inner.find(b",", start + PIECE_BYTES)) >= 0:
-        values += orjson.loads(b"[" + _not_empty(inner[start:comma]) + b"]")
-        start = comma + 1
-    values += orjson.loads(b"[" + (_not_empty(inner[start:]) if start else inner) + b"]")
+        if (start and piece[:1] in (b"", b"]")) or (comma >= 0 and piece[-1:] in (b"", b"[")):
+            raise _wrong("a value is missing")
+        opening, closing = piece.rfind(b"["), piece.rfind(b"]")
+        goes_on = opening > closing if opening != closing else is_open
+        found = orjson.loads(b"[" + b"[" * is_open + piece + b"]" * goes_on + b"]")
+        if is_open:
+            values[-1] += found.pop(0)
+        values += found
+        start, is_open = end + 1, goes_on
     return values
-
-
-def _not_empty(piece: bytes | bytearray) -> bytes | bytearray:
-    if not piece.strip():
-        raise _wrong("a value is missing")
-    return piece
 
 
 def _wrong(message: str) -> orjson.JSONDecodeError:

@@ -57,9 +57,6 @@ class Quota:
     bytes: int | None = None
     """Bytes of stored files."""
 
-    def __str__(self) -> str:
-        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) is not None)
-
 
 UNLIMITED = Quota()
 LIMITS = tuple(f.name for f in fields(Quota))

@@ -70,50 +70,6 @@ def host_name(authority: str) -> str | None:
     return match[1].strip("[]").rstrip(".") if match else None
 
 
-class HostNames:
-    """Names under which the server may be addressed, against DNS rebinding.
-
-    With DNS rebinding a foreign web page makes its own name resolve to this machine; its requests carry that name in
-    `Host`. IP addresses cannot be rebound.
-
-    A server that listens beyond loopback accepts any name unless `allowed` is given: its names are unknown, and it
-    requires API keys, which foreign pages do not have.
-
-    Args:
-        bound: address that the server listens on.
-        allowed: further names, or `*` for any.
-    """
-
-    def __init__(self, bound: str, allowed: Iterable[str]) -> None:
-        self._allowed = {name.lower().strip("[]").rstrip(".") for name in allowed}
-        self._names = {*self._allowed, bound.lower().strip("[]"), "localhost"}
-        self._is_local = is_loopback(bound)
-        self._any = "*" in self._allowed or not (self._is_local or self._allowed)
-
-    def know(self, authority: str) -> bool:
-        """Return whether `authority` (host and port) addresses this server."""
-        name = host_name(authority)
-        if name is None:
-            return False
-        if self._any or name in self._names:
-            return True
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return address.is_loopback or not self._is_local
-
-    def trust(self, origin: str, authority: str) -> bool:
-        """Return whether a page of `origin` was served by this server (`authority`: the request's host) or under one of
-        the allowed names."""
-        scheme, found, place = origin.lower().partition("://")
-        if not found or host_name(place) is None:
-            return False
-        default = ":" + _DEFAULT_PORTS.get(scheme, "")
-        same = place.removesuffix(default) == authority.lower().removesuffix(default)
-        return same or host_name(place) in self._allowed
-
-
 def origin_pattern(origins: Iterable[str]) -> str:
     """Return a regular expression of the origins of --allowed-origin. `*` alone is any origin, within one any text."""
     parts = (".*" if origin == "*" else re.escape(origin.lower()).replace(r"\*", "[^/]*") for origin in origins)
@@ -121,14 +77,27 @@ def origin_pattern(origins: Iterable[str]) -> str:
 
 
 class HostGuard:
-    """Refuse requests with a foreign host, and requests that a browser sends for pages of another origin.
+    """Refuse requests under a foreign host name, against DNS rebinding, and requests that a browser sends for pages of
+    another origin. Otherwise any web page could use a local server without API keys.
 
-    Otherwise any web page could use a local server without API keys. Following a link to this server is allowed, and so
-    are pages of `origins` (see `origin_pattern`)."""
+    With DNS rebinding a foreign web page makes its own name resolve to this machine; its requests carry that name in
+    `Host`. IP addresses cannot be rebound. A server that listens beyond loopback accepts any name unless `allowed` is
+    given: its names are unknown, and it requires API keys, which foreign pages do not have.
 
-    def __init__(self, app: ASGIApp, hosts: HostNames, origins: str = "") -> None:
+    Following a link to this server is allowed, and so are pages of `origins`.
+
+    Args:
+        bound: address that the server listens on.
+        allowed: further names of the server, or `*` for any.
+        origins: see `origin_pattern`.
+    """
+
+    def __init__(self, app: ASGIApp, bound: str, allowed: Iterable[str], origins: str = "") -> None:
         self._app = app
-        self._hosts = hosts
+        self._allowed = {name.lower().strip("[]").rstrip(".") for name in allowed}
+        self._names = {*self._allowed, bound.lower().strip("[]"), "localhost"}
+        self._is_local = is_loopback(bound)
+        self._any = "*" in self._allowed or not (self._is_local or self._allowed)
         self._origins = re.compile(origins) if origins else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,17 +112,40 @@ class HostGuard:
         if len(sent["host"]) != 1 and (sent["host"] or scope["http_version"] != "1.0"):
             return ApiError(400, "A request must have exactly one Host header.", code="invalid_host")
         host = sent["host"][0] if sent["host"] else "localhost"
-        if not self._hosts.know(host):
+        if not self._knows(host):
             name = (host_name(host) or "")[:64]
             message = f"The host '{name}' is not allowed; to allow it, start the server with --allowed-host."
             return ApiError(400, message, code="invalid_host")
         if self._origins is not None and sent["origin"] and all(map(self._origins.fullmatch, sent["origin"])):
             return None
-        foreign = any(not self._hosts.trust(origin, host) for origin in sent["origin"])
+        foreign = any(not self._trusts(origin, host) for origin in sent["origin"])
         if foreign or ("cross-site" in sent["sec-fetch-site"] and not _follows_link(scope)):
             message = "Requests from pages of other origins are not allowed; --allowed-origin allows them."
             return ApiError(403, message, code="forbidden_origin")
         return None
+
+    def _knows(self, authority: str) -> bool:
+        """Return whether `authority` (host and port) addresses this server."""
+        name = host_name(authority)
+        if name is None:
+            return False
+        if self._any or name in self._names:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or not self._is_local
+
+    def _trusts(self, origin: str, authority: str) -> bool:
+        """Return whether a page of `origin` was served by this server (`authority`: the request's host) or under one of
+        the allowed names."""
+        scheme, found, place = origin.lower().partition("://")
+        if not found or host_name(place) is None:
+            return False
+        default = ":" + _DEFAULT_PORTS.get(scheme, "")
+        same = place.removesuffix(default) == authority.lower().removesuffix(default)
+        return same or host_name(place) in self._allowed
 
 
 def _follows_link(scope: Scope) -> bool:

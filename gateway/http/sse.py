@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import orjson
@@ -14,6 +14,8 @@ from gateway.http.json_text import escape_line_ends
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+ResultT = TypeVar("ResultT")
 
 DIRECT = "tidemill.direct"
 """Extension of the ASGI scope, with the `EventWriter` of the response as `writer`."""
@@ -30,13 +32,16 @@ def event(data: Any) -> bytes:
     return b"data: " + orjson.dumps(data) + END
 
 
-async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[None]], abort: Callable[[], None]) -> bool:
-    """Run `work`; cancel it and return False if the client disconnects. The request body must have been read.
+async def run_while_connected(
+    receive: Receive, work: Callable[[], Awaitable[ResultT]], abort: Callable[[], None]
+) -> ResultT | None:
+    """Return the result of `work`; cancel it and return None if the client disconnects. The request body must have been
+    read.
 
     On a disconnect `abort` is called at once, because a cancellation reaches `work` only at its next wait. Exceptions
     of `work` are raised directly, not as a group.
     """
-    finished = False
+    result: ResultT | None = None
     failure: Exception | None = None
 
     async with anyio.create_task_group() as group:
@@ -49,14 +54,13 @@ async def run_while_connected(receive: Receive, work: Callable[[], Awaitable[Non
 
         group.start_soon(watch)
         try:
-            await work()
-            finished = True
+            result = await work()
         except BaseException as raised:  # raised after the task group, which would wrap it in an exception group
             failure = as_error(raised)
         group.cancel_scope.cancel()
     if failure is not None:
         raise failure
-    return finished
+    return result
 
 
 def named_event(data: dict[str, Any]) -> bytes:

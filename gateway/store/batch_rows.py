@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from gateway.http.errors import ApiError
 from gateway.store.objects import (
     TERMINAL,
     BatchJob,
     BatchStatus,
     FileObject,
-    IdempotencyConflict,
     IllegalTransition,
     InputError,
     LineQuota,
@@ -26,9 +26,7 @@ from gateway.store.objects import (
     NoSuchFile,
     Page,
     Usage,
-    WrongPurpose,
     check_transition,
-    timestamp_field,
 )
 from gateway.store.rows import (
     UNFINISHED_STATES,
@@ -42,13 +40,14 @@ from gateway.store.rows import (
     read_page,
     read_record_row,
 )
-from gateway.store.writer import OBJECTS, RowConnection, Rows, exclusive, transaction
+from gateway.store.writer import OBJECTS, RowConnection, Rows, transaction
 
 OWNER = -1
 DEAD_SECONDS = 15
 """Seconds without a heartbeat after which other servers take the leases of a server."""
 FORGET_SECONDS = 86_400
 _FREE = "server NOT IN (SELECT id FROM servers WHERE seen_at > :since)"
+_OF = "batch = (SELECT seq FROM batches WHERE id = :id)"
 ELSEWHERE = "server != :server AND server IN (SELECT id FROM servers WHERE seen_at > :since)"
 
 
@@ -69,7 +68,6 @@ class Beat(NamedTuple):
     """Lines that other servers feed, by tenant."""
     rate: float
     """Work per second of the other servers."""
-    num_servers: int
 
 
 class ServerRows(Rows):
@@ -86,7 +84,7 @@ class ServerRows(Rows):
 class LeaseRows(ServerRows):
     """Servers and their leases. `takes_over`: whether leases of servers without a heartbeat are free."""
 
-    @transaction
+    @transaction()
     def beat(self, connection: RowConnection, rate: float, takes_over: bool) -> Beat:
         """Record a heartbeat of this server with its rate in work per second."""
         now = self._now(connection)
@@ -113,8 +111,8 @@ class LeaseRows(ServerRows):
             f"WHERE run > {OWNER} AND {ELSEWHERE} GROUP BY tenant",
             values,
         )
-        alive = "SELECT COUNT(*) AS num, COALESCE(SUM(rate), 0.0) AS rate FROM servers WHERE seen_at > ?"
-        servers = connection.execute(alive, (values["since"],)).fetchone()
+        alive = "SELECT COALESCE(SUM(rate), 0.0) AS rate FROM servers WHERE seen_at > ?"
+        alive_rate = connection.execute(alive, (values["since"],)).fetchone()["rate"]
         return Beat(
             now,
             list(jobs.values()),
@@ -122,16 +120,15 @@ class LeaseRows(ServerRows):
             frozenset(jobs[row["batch"]].id for row in owned if row["batch"] in jobs),
             frozenset(jobs[row["batch"]].id for row in free if row["batch"] in jobs),
             {row["tenant"]: int(row["held"]) for row in held},
-            max(0.0, servers["rate"] - rate),
-            servers["num"],
+            max(0.0, alive_rate - rate),
         )
 
-    @transaction
+    @transaction()
     def leave(self, connection: RowConnection, server: str) -> None:
         """Free the leases of a server that has ended."""
         connection.execute("DELETE FROM servers WHERE id = ?", (server,))
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def take_batch(self, connection: RowConnection, batch_id: str, takes_over: bool) -> bool:
         """Own an unfinished batch, if no other server does. Return whether this server owns it."""
         taken = connection.execute(
@@ -142,7 +139,7 @@ class LeaseRows(ServerRows):
         )
         return taken.rowcount > 0
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def add_runs(self, connection: RowConnection, batch_id: str, size: int, blocks: Sequence[int]) -> None:
         """Make the runs of a batch available. A run without a pending line gets no row.
 
@@ -153,7 +150,7 @@ class LeaseRows(ServerRows):
         Raises IllegalTransition for a former owner.
         """
         check_owner(self, connection, batch_id)
-        seq = connection.execute("SELECT seq FROM batches WHERE id = ?", (batch_id,)).fetchone()["seq"]
+        seq = _seq(connection, batch_id)
         query = "SELECT DISTINCT rank / ? AS block FROM lines WHERE batch = ? AND succeeded IS NULL"
         pending = {row["block"] for row in connection.execute(query, (size, seq))}
         connection.executemany(
@@ -161,7 +158,7 @@ class LeaseRows(ServerRows):
             ((seq, run, size) for run, block in enumerate(blocks) if block in pending),
         )
 
-    @transaction
+    @transaction()
     def take_runs(
         self, connection: RowConnection, batch_id: str, ended: Sequence[int], most: int, takes_over: bool
     ) -> list[int]:
@@ -182,26 +179,20 @@ class LeaseRows(ServerRows):
         connection.executemany(query, [(self.server, seq, run) for run in taken])
         return taken
 
-    @transaction
+    @transaction()
     def release_runs(self, connection: RowConnection, batch_id: str) -> None:
         """Free this server's runs of a batch."""
-        query = (
-            f"UPDATE runs SET server = '' WHERE run > {OWNER} AND server = ? "
-            "AND batch = (SELECT seq FROM batches WHERE id = ?)"
-        )
-        connection.execute(query, (self.server, batch_id))
+        query = f"UPDATE runs SET server = '' WHERE run > {OWNER} AND server = :server AND {_OF}"
+        connection.execute(query, {"server": self.server, "id": batch_id})
 
-    @transaction
+    @transaction()
     def has_other_feeders(self, connection: RowConnection, batch_id: str) -> bool:
         """Return whether another server has runs of the batch."""
-        query = (
-            f"SELECT 1 FROM runs WHERE run > {OWNER} AND {ELSEWHERE} "
-            "AND batch = (SELECT seq FROM batches WHERE id = :id) LIMIT 1"
-        )
+        query = f"SELECT 1 FROM runs WHERE run > {OWNER} AND {ELSEWHERE} AND {_OF} LIMIT 1"
         values = {"server": self.server, "since": self._since(connection, True), "id": batch_id}
         return connection.execute(query, values).fetchone() is not None
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def reserve(self, connection: RowConnection, batch_id: str, num_bytes: int) -> int | None:
         """Return an offset in the journal of a batch at which only this server writes; None for an ended batch."""
         row = connection.execute(
@@ -214,9 +205,9 @@ class LeaseRows(ServerRows):
 
 def check_owner(rows: Rows, connection: RowConnection, batch_id: str) -> None:
     """Raise IllegalTransition if another server has taken over the batch."""
-    query = f"SELECT server FROM runs WHERE run = {OWNER} AND batch = (SELECT seq FROM batches WHERE id = ?)"
+    query = f"SELECT server FROM runs WHERE run = {OWNER} AND {_OF}"
     if rows.is_shared:
-        row = connection.execute(query, (batch_id,)).fetchone()
+        row = connection.execute(query, {"id": batch_id}).fetchone()
         if row is None or row["server"] != rows.server:
             raise IllegalTransition("another server owns the batch")
 
@@ -228,7 +219,7 @@ MAX_ASKED = 1000
 class BatchRows(Rows):
     """Rows of batches and their lines. A `tenant` of None means all tenants."""
 
-    @exclusive(OBJECTS)
+    @transaction(OBJECTS)
     def create_batch(
         self,
         connection: RowConnection,
@@ -242,37 +233,39 @@ class BatchRows(Rows):
             idempotency: key and digest of the body.
             max_lines: maximum lines in the tenant's unfinished batches; a batch before validation counts as one line.
 
-        Raises NoSuchFile, WrongPurpose, IdempotencyConflict or LineQuota.
+        Raises ApiError, or LineQuota.
         """
         if idempotency is not None:
             query = "SELECT * FROM batches WHERE tenant = ? AND idempotency_key = ?"
             row = connection.execute(query, (batch.tenant, idempotency[0])).fetchone()
             if row is not None and row["idempotency_digest"] != idempotency[1]:
-                raise IdempotencyConflict
+                message = "This idempotency key was already used with a different body; use a new key."
+                raise ApiError(400, message, code="idempotency_key_reused")
             if row is not None:
                 return read_batch_row(row)
         if (known := _find(connection, batch.id, batch.tenant)) is not None:
             return known
         file = find_file(connection, batch.tenant, batch.input_file_id, batch.created_at)
         if file is None:
-            raise NoSuchFile
+            raise NoSuchFile("input_file_id")
         if file.purpose != "batch":
-            raise WrongPurpose
+            message = "The input file must have been uploaded with the purpose 'batch'."
+            raise ApiError(400, message, param="input_file_id", code="invalid_value")
         if max_lines is not None:
             _check_lines(connection, batch, 1, max_lines)
         insert_batch(connection, batch, idempotency)
         return batch
 
-    @transaction
+    @transaction()
     def get_batch(self, connection: RowConnection, tenant: str | None, batch_id: str) -> BatchJob | None:
         return _find(connection, batch_id, tenant)
 
-    @transaction
+    @transaction()
     def load_batch(self, connection: RowConnection, batch_id: str) -> BatchJob:
         """Return an existing batch of any tenant."""
         return _load(connection, batch_id)
 
-    @transaction
+    @transaction()
     def list_batches(
         self, connection: RowConnection, tenant: str | None, page: Page, endpoint: str | None = None
     ) -> tuple[list[BatchJob], bool]:
@@ -282,12 +275,12 @@ class BatchRows(Rows):
         rows, more = read_page(connection, "batches", where, values, page)
         return [read_batch_row(row) for row in rows], more
 
-    @transaction
+    @transaction()
     def unfinished_batches(self, connection: RowConnection) -> list[BatchJob]:
         query = f"SELECT * FROM batches WHERE status IN {UNFINISHED_STATES} ORDER BY seq"
         return [read_batch_row(row) for row in connection.execute(query)]
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def move_batch(
         self, connection: RowConnection, batch_id: str, status: BatchStatus, now: int, errors: Sequence[InputError] = ()
     ) -> BatchJob:
@@ -303,13 +296,13 @@ class BatchRows(Rows):
             connection.execute("UPDATE batches SET errors = ? WHERE id = ?", (text, batch_id))
         return _load(connection, batch_id)
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def note_error(self, connection: RowConnection, batch_id: str, error: InputError) -> None:
         """Add an error to a running batch, unless it already has one."""
         query = "UPDATE batches SET errors = ? WHERE id = ? AND errors = '[]'"
         connection.execute(query, (json.dumps([list(error)]), batch_id))
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def cancel_batch(self, connection: RowConnection, tenant: str | None, batch_id: str, now: int) -> BatchJob | None:
         """Move a batch to `cancelling` if its state allows, and return it; None if it does not exist."""
         if _find(connection, batch_id, tenant) is None:
@@ -318,12 +311,12 @@ class BatchRows(Rows):
             _move(connection, batch_id, BatchStatus.CANCELLING, now)
         return _load(connection, batch_id)
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def delete_batch(self, connection: RowConnection, batch_id: str) -> None:
         """Remove the row of a batch that has ended."""
         connection.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def add_lines(self, connection: RowConnection, batch_id: str, lines: Sequence[LineRef], *, first: bool) -> None:
         """Add lines of a batch under validation; `first`: remove the lines of an interrupted attempt. Raises
         IllegalTransition for a former owner."""
@@ -336,7 +329,7 @@ class BatchRows(Rows):
             ((batch, *line) for line in lines),
         )
 
-    @exclusive("batch_id", OBJECTS)
+    @transaction("batch_id", OBJECTS)
     def start_batch(
         self,
         connection: RowConnection,
@@ -357,18 +350,18 @@ class BatchRows(Rows):
         connection.execute("UPDATE batches SET total = ?, model = ? WHERE id = ?", (total, model, batch_id))
         return _load(connection, batch_id)
 
-    @transaction
+    @transaction()
     def lines_at(self, connection: RowConnection, batch_id: str, ranks: Sequence[int]) -> list[LineRef]:
         """Return the lines of the given ranks that have no result, in the order of `ranks`."""
         found = _pending(connection, _seq(connection, batch_id), ranks)
         return [found[rank] for rank in ranks if rank in found]
 
-    @transaction
+    @transaction()
     def count_lines(self, connection: RowConnection, batch_id: str) -> tuple[int, int, int]:
         """Return the number of indexed lines of a batch: all, succeeded, failed."""
         return _count(connection, _seq(connection, batch_id))
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def add_results(self, connection: RowConnection, batch_id: str, results: Sequence[LineResult]) -> BatchJob:
         """Record results whose rows are durable in the journal. Lines that have a result keep it, and its usage."""
         batch, counts, usage = _seq(connection, batch_id), [0, 0], Usage()
@@ -383,15 +376,12 @@ class BatchRows(Rows):
         for result in new:
             counts[result.succeeded] += 1
             usage = usage.plus(result.usage)
-        connection.execute(
-            "UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?, "
-            "cached_tokens = cached_tokens + ?, output_tokens = output_tokens + ?, "
-            "reasoning_tokens = reasoning_tokens + ?, engine_us = engine_us + ? WHERE seq = ?",
-            (counts[True], counts[False], *usage, batch),
-        )
+        more = ", ".join(f"{name} = {name} + ?" for name in ("completed", "failed", *Usage._fields))
+        values = (counts[True], counts[False], *usage, batch)
+        connection.execute(f"UPDATE batches SET {more} WHERE seq = ?", values)
         return _load(connection, batch_id)
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def run_again(self, connection: RowConnection, batch_id: str, ranks: Sequence[int], usage: Usage) -> BatchJob:
         """Remove the results of the given lines, recount, and move the batch back to `in_progress`. `usage`: token
         usage of the remaining results. Raises IllegalTransition."""
@@ -413,14 +403,14 @@ class BatchRows(Rows):
         _set_usage(connection, seq, usage)
         return _load(connection, batch_id)
 
-    @transaction
+    @transaction()
     def line_records(self, connection: RowConnection, batch_id: str, after_rank: int, limit: int) -> list[LineRecord]:
         """Return lines with their results, ordered by rank."""
         query = "SELECT * FROM lines WHERE batch = ? AND rank > ? ORDER BY rank LIMIT ?"
         rows = connection.execute(query, (_seq(connection, batch_id), after_rank, limit))
         return [read_record_row(row) for row in rows]
 
-    @exclusive("batch_id")
+    @transaction("batch_id")
     def finish_batch(
         self,
         connection: RowConnection,
@@ -484,17 +474,17 @@ def _check_lines(connection: RowConnection, batch: BatchJob, lines: int, max_lin
 
 
 def _count(connection: RowConnection, seq: int) -> tuple[int, int, int]:
-    query = "SELECT COUNT(*), COALESCE(SUM(succeeded), 0), COUNT(succeeded) FROM lines WHERE batch = ?"
-    lines, good, ended = connection.execute(query, (seq,)).fetchone()
-    return lines, good, ended - good
+    query = (
+        "SELECT COUNT(*) AS lines, COALESCE(SUM(succeeded), 0) AS good, COUNT(succeeded) AS ended FROM lines "
+        "WHERE batch = ?"
+    )
+    row = connection.execute(query, (seq,)).fetchone()
+    return row["lines"], row["good"], row["ended"] - row["good"]
 
 
 def _set_usage(connection: RowConnection, seq: int, usage: Usage) -> None:
-    connection.execute(
-        "UPDATE batches SET input_tokens = ?, cached_tokens = ?, output_tokens = ?, reasoning_tokens = ?, "
-        "engine_us = ? WHERE seq = ?",
-        (*usage, seq),
-    )
+    columns = ", ".join(f"{name} = ?" for name in Usage._fields)
+    connection.execute(f"UPDATE batches SET {columns} WHERE seq = ?", (*usage, seq))
 
 
 def _find(connection: RowConnection, batch_id: str, tenant: str | None) -> BatchJob | None:
@@ -517,11 +507,10 @@ def _move(connection: RowConnection, batch_id: str, status: BatchStatus, now: in
     check_transition(batch.status, status)
     if status is BatchStatus.FINALIZING and batch.remaining:  # the owner runs lines again
         raise IllegalTransition(f"{batch.remaining} lines have no result")
-    field = timestamp_field(status)
-    times = {**batch.times, **({field: now} if field else {})}
+    times = {**batch.times, f"{status.value}_at": now}
     connection.execute(
         "UPDATE batches SET status = ?, times = ? WHERE id = ?", (status.value, json.dumps(times), batch_id)
     )
     if status in TERMINAL:
-        connection.execute("DELETE FROM runs WHERE batch = (SELECT seq FROM batches WHERE id = ?)", (batch_id,))
+        connection.execute(f"DELETE FROM runs WHERE {_OF}", {"id": batch_id})
         insert_notice(connection, batch, status, now)

@@ -40,7 +40,7 @@ from gateway.store.disk import Bucket, Disk, DiskFile, StorageError
 from gateway.store.objects import BATCH_ID, FILE_ID
 from gateway.store.row_store import RowStore
 from gateway.store.sqlite import SqliteWriter, open_database
-from gateway.store.writer import Work, Writer
+from gateway.store.writer import Writer
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -421,11 +421,6 @@ class StateFolder:
         self._copied: dict[str, set[str]] = {}
         """Names of the objects of each journal whose rows are in the local copy."""
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other servers use the same database and object store."""
-        return self.store.is_shared
-
     def file_path(self, file_id: str) -> Path:
         assert FILE_ID.fullmatch(file_id)
         return self.root / "files" / file_id
@@ -576,7 +571,7 @@ class StateFolder:
 
     async def recover(self) -> None:
         """Clean up after the last process; call it before any other use of the folder, and again after StorageError."""
-        if self.is_shared:
+        if self.store.is_shared:
             await self._replace_server()
         if self._recovery is None:
             self._recovery = StateRecovery(self.root, self.disk, self.store, self._opening.found, self._bucket)
@@ -594,7 +589,7 @@ class StateFolder:
 
     async def remove_copies(self) -> None:
         """Remove copies of files that other servers have deleted. Raises StorageError."""
-        if self._recovery is not None and self.is_shared:
+        if self._recovery is not None and self.store.is_shared:
             await self._recovery.remove_copies()
 
     async def remove_expired(self, now: int, limit: int) -> None:
@@ -617,7 +612,7 @@ class StateFolder:
         self._opening.close()
 
 
-def open_state(place: Place | Path, disk: Disk | None = None, on_commit: Work[None] | None = None) -> StateFolder:
+def open_state(place: Place | Path, disk: Disk | None = None) -> StateFolder:
     """Lock and open a state folder, creating it if necessary. Blocking.
 
     If the disk fails (full, read-only) or PostgreSQL is away, the folder is opened later, by the first operation that
@@ -634,9 +629,9 @@ def open_state(place: Place | Path, disk: Disk | None = None, on_commit: Work[No
     try:
         if place.database is None:
             database = place.folder / DATABASE
-            writer: Writer = SqliteWriter(connection, on_commit, database, disk.health, opening.open)
+            writer: Writer = SqliteWriter(database, connection, opening.open, disk.health)
         else:
-            writer = find_postgres().PostgresWriter(connection, opening.open, on_commit, disk.health)
+            writer = find_postgres().PostgresWriter(connection, opening.open, disk.health)
         return StateFolder(place.folder, disk, RowStore(writer, is_shared=bucket is not None), opening, bucket)
     except BaseException:  # also a Ctrl-C must not leave the folder locked
         if connection is not None:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
+from gateway.http.errors import ApiError
+
 
 class BatchStatus(StrEnum):
     """Batch states of OpenAI's API.
@@ -66,11 +68,6 @@ def check_transition(before: BatchStatus, after: BatchStatus) -> None:
     """Raise IllegalTransition unless TRANSITIONS allows the change."""
     if after not in TRANSITIONS[before]:
         raise IllegalTransition(f"{before} -> {after}")
-
-
-def timestamp_field(status: BatchStatus) -> str | None:
-    """Return the name of the timestamp field of a state; None for `validating`, which starts at `created_at`."""
-    return None if status is BatchStatus.VALIDATING else f"{status.value}_at"
 
 
 FILE_ID = re.compile("file-[0-9a-f]{32}")
@@ -242,6 +239,8 @@ class Page:
     limit: int
     after: str | None = None
     ascending: bool = False
+    cursor: str = "after"
+    """Query parameter of `after`, for errors."""
 
 
 class Holdings(NamedTuple):
@@ -263,12 +262,27 @@ class Notice(NamedTuple):
     due_at: int
 
 
-class UnknownCursor(Exception):
-    """The object after which a list should continue does not exist."""
+class UnknownCursor(ApiError):
+    """The object after which a list should continue does not exist or belongs to another tenant."""
+
+    def __init__(self, param: str) -> None:
+        message = f"'{param}' must be the id of an object of this list."
+        super().__init__(400, message, param=param, code="invalid_value")
 
 
-class FileInUse(Exception):
+class FileInUse(ApiError):
     """The file is the input of a batch that has not ended."""
+
+    def __init__(self) -> None:
+        message = "The file is the input of a batch that has not ended; cancel the batch first."
+        super().__init__(400, message, param="file_id", code="file_in_use")
+
+
+class NoSuchFile(ApiError):
+    """The tenant has no such file."""
+
+    def __init__(self, param: str = "file_id") -> None:
+        super().__init__(404, "The file does not exist.", param=param, code="file_not_found")
 
 
 class QuotaReached(Exception):
@@ -285,15 +299,3 @@ class StorageQuota(QuotaReached):
 
 class LineQuota(QuotaReached):
     """Lines in unfinished batches."""
-
-
-class NoSuchFile(Exception):
-    """The tenant of the batch has no such input file."""
-
-
-class WrongPurpose(Exception):
-    """The input file was not uploaded with the purpose `batch`."""
-
-
-class IdempotencyConflict(Exception):
-    """An idempotency key was reused with a different body."""

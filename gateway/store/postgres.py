@@ -16,13 +16,14 @@ from typing import Any
 import psycopg
 from psycopg.adapt import Loader
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import dict_row
 from psycopg.types.numeric import Int8Dumper
 from psycopg.types.string import StrDumperUnknown, TextLoader
 
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
 from gateway.store.schema import SCHEMA, SHARED, VERSION, refusal, upgrade
-from gateway.store.writer import Cursor, Work, Writer
+from gateway.store.writer import Writer
 
 LOCK = 0x7469_6465_6D69_6C6C
 """Key of the advisory lock: exclusive for a server whose files are in a folder, otherwise shared."""
@@ -109,30 +110,14 @@ class _NumberLoader(Loader):  # type: ignore[misc]
         return float(text) if b"." in text else int(text)
 
 
-class _Row(tuple[Any, ...]):
-    """Values by column name and by position."""
+class PostgresConnection(psycopg.Connection):  # type: ignore[misc]
+    """A RowConnection, which closes after a statement without an answer."""
 
-    names: Mapping[str, int]
+    def execute(self, query: str, values: Sequence[Any] | Mapping[str, Any] = (), /, **options: Any) -> Any:
+        return super().execute(translate(query), values or None, **options)
 
-    def keys(self) -> Iterable[str]:
-        return self.names
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(self.names[key] if isinstance(key, str) else key)
-
-
-@lru_cache(256)
-def _row_type(names: tuple[bytes, ...]) -> type[_Row]:
-    return type("Row", (_Row,), {"names": {name.decode(): place for place, name in enumerate(names)}})
-
-
-def _make_rows(cursor: Any) -> Callable[[Sequence[Any]], Any]:
-    result = cursor.pgresult
-    return _row_type(tuple(result.fname(place) for place in range(result.nfields))) if result is not None else tuple
-
-
-class _Connection(psycopg.Connection):  # type: ignore[misc]
-    """Closes after a statement without an answer."""
+    def executemany(self, query: str, values: Iterable[Sequence[Any]], /) -> object:
+        return self.cursor().executemany(translate(query), values)
 
     def wait(self, gen: Any, *options: Any, **named: Any) -> Any:
         return super().wait(self._limited(gen), *options, **named)
@@ -151,27 +136,6 @@ class _Connection(psycopg.Connection):  # type: ignore[misc]
             return end.value
 
 
-class PostgresConnection:
-    """A RowConnection."""
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-
-    @property
-    def is_lost(self) -> bool:
-        return bool(self._connection.closed)
-
-    def execute(self, query: str, values: Sequence[Any] | Mapping[str, Any] = (), /) -> Cursor:
-        cursor: Cursor = self._connection.execute(translate(query), values or None)
-        return cursor
-
-    def executemany(self, query: str, values: Iterable[Sequence[Any]], /) -> object:
-        return self._connection.cursor().executemany(translate(query), values)
-
-    def close(self) -> None:
-        self._connection.close()
-
-
 def open_database(address: str, objects: str | None = None) -> PostgresConnection:
     """Connect, lock the database and create its tables if it is empty. `objects`: URL of the object store that all
     servers of the database use; None: this is its only server.
@@ -179,7 +143,7 @@ def open_database(address: str, objects: str | None = None) -> PostgresConnectio
     Raises ConfigError for an address, a server or a database that cannot be used, and StorageError if there is no
     server at the address.
     """
-    connection = _connect(address)
+    connection: PostgresConnection = _connect(address)
     try:
         _check(connection)
         _lock(connection, "pg_try_advisory_lock" if objects is None else "pg_try_advisory_lock_shared")
@@ -196,7 +160,8 @@ def open_database(address: str, objects: str | None = None) -> PostgresConnectio
     adapters.register_dumper(int, Int8Dumper)  # one type, so that a statement is prepared once
     adapters.register_loader("text", _UnescapingLoader)
     adapters.register_loader("numeric", _NumberLoader)
-    return PostgresConnection(connection)
+    connection.row_factory = dict_row
+    return connection
 
 
 def _connect(address: str) -> Any:
@@ -205,7 +170,7 @@ def _connect(address: str) -> Any:
     except psycopg.ProgrammingError as error:
         raise _unusable(error) from error
     try:
-        return _Connection.connect(**options, autocommit=True, row_factory=_make_rows)
+        return PostgresConnection.connect(**options, autocommit=True)
     except psycopg.OperationalError as error:
         is_late = isinstance(error, psycopg.errors.ConnectionTimeout)
         if not is_late and psycopg.pq.PGconn.ping(make_conninfo(**options).encode()) == psycopg.pq.Ping.OK:
@@ -291,47 +256,29 @@ def _is_storage_fault(error: Exception) -> bool:
 
 
 class PostgresWriter(Writer):
-    """Args:
-
-    connection: an open database, or None to call `open_again` at the first group of work.
-    open_again: called after a loss of the connection.
-    on_commit, health: see `Writer`.
-    """
+    """See `Writer`."""
 
     errors = psycopg.Error
     is_remote = True
     clock = "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS BIGINT)"
     skip_locked = "FOR UPDATE SKIP LOCKED"
+    settling = "SELECT 1"
+    """A new connection has the lock only after the end of the former one's transaction."""
 
     def __init__(
         self,
         connection: PostgresConnection | None,
         open_again: Callable[[], PostgresConnection],
-        on_commit: Work[None] | None = None,
         health: StorageHealth | None = None,
     ) -> None:
-        self._opened = connection
-        self._open_again = open_again
         self._refused: tuple[float, BaseException] | None = None
         self._transaction: str | None = None
         self._was_lost = False
         self._repeated_at = -1
-        super().__init__(on_commit, health)
-
-    async def settle(self) -> None:
-        """A new connection has the lock only after the end of the former one's transaction."""
-        await self.run(lambda connection: connection.execute("SELECT 1").fetchone())
-
-    def is_in_place(self) -> bool:
-        return True
-
-    @property
-    def _connection(self) -> PostgresConnection:
-        assert self._opened is not None
-        return self._opened
+        super().__init__(connection, open_again, health)
 
     def _open(self) -> None:
-        if self._opened is not None and not self._opened.is_lost:
+        if self._opened is not None and not self._opened.closed:
             return
         if self._refused is not None and time.monotonic() < self._refused[0]:
             raise StorageError from self._refused[1]
@@ -340,10 +287,6 @@ class PostgresWriter(Writer):
         except (StorageError, ConfigError, OSError) as error:
             self._refused = time.monotonic() + RETRY_SECONDS, error.__cause__ or error
             raise
-
-    def _close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
 
     def _begin(self, locks: Collection[str]) -> None:
         """Take all locks at once and in one order, so that transactions do not wait for each other in a circle."""
@@ -354,25 +297,26 @@ class PostgresWriter(Writer):
             self._connection.execute(query, (sorted(locks),))
 
     def _has_changed(self) -> bool:
-        query = "SELECT CAST(pg_current_xact_id_if_assigned() AS text)"
-        (self._transaction,) = self._connection.execute(query).fetchone()
+        query = "SELECT CAST(pg_current_xact_id_if_assigned() AS text) AS id"
+        self._transaction = self._connection.execute(query).fetchone()["id"]
         return self._transaction is not None
 
     def _roll_back(self) -> None:
-        self._was_lost = self._was_lost or self._connection.is_lost
-        if not self._connection.is_lost:
+        self._was_lost = self._was_lost or self._connection.closed
+        if not self._connection.closed:
             with suppress(psycopg.Error):
                 self._connection.execute("ROLLBACK")
 
     def _was_committed(self) -> bool:
-        if self._transaction is None or not self._connection.is_lost:
+        if self._transaction is None or not self._connection.closed:
             return False
         self._was_lost = self._is_in_doubt = True
         with suppress(StorageError, ConfigError, OSError, psycopg.Error):
             self._open()
-            row = self._connection.execute("SELECT pg_xact_status(CAST(? AS xid8))", (self._transaction,)).fetchone()
-            self._is_in_doubt = row[0] not in ("committed", "aborted")
-            return bool(row[0] == "committed")
+            query = "SELECT pg_xact_status(CAST(? AS xid8)) AS status"
+            status = self._connection.execute(query, (self._transaction,)).fetchone()["status"]
+            self._is_in_doubt = status not in ("committed", "aborted")
+            return bool(status == "committed")
         return False
 
     def _is_repeatable(self, error: Exception) -> bool:

@@ -9,7 +9,6 @@ system's, which may jump: an hour of grace precedes every deletion by a clock th
 newest time in the database, or from the time that has passed since.
 """
 
-import asyncio
 import hashlib
 import logging
 import time
@@ -22,7 +21,7 @@ from gateway.http.keys import Load
 from gateway.store.batch_rows import ELSEWHERE, BatchRows, LeaseRows, ServerRows
 from gateway.store.objects import TERMINAL, UNFINISHED, Holdings, Notice, Usage
 from gateway.store.rows import UNFINISHED_STATES, FileRows, owned, read_batch_row, repair_batch
-from gateway.store.writer import OBJECTS, RowConnection, Rows, Writer, exclusive, transaction
+from gateway.store.writer import OBJECTS, RowConnection, Rows, Writer, transaction
 
 _ENDED = "run != ? AND run NOT IN (SELECT id FROM servers)"
 
@@ -31,7 +30,7 @@ class RecoveryRows(Rows):
     """Recovery at start: known bodies and journals, and damaged rows. Bodies announced by this start of the server, or
     by one that has not ended, may still be in the making."""
 
-    @transaction
+    @transaction()
     def announce_files(self, connection: RowConnection, file_ids: Sequence[str]) -> None:
         """Record ids before their bodies appear, so that recovery can remove bodies that never got a row."""
         if self.is_shared:  # the server has not ended, even before its first heartbeat
@@ -42,13 +41,13 @@ class RecoveryRows(Rows):
         query = "INSERT INTO announced (id, run) VALUES (?, ?) ON CONFLICT DO NOTHING"
         connection.executemany(query, ((file_id, self.server) for file_id in file_ids))
 
-    @transaction
+    @transaction()
     def announced_files(self, connection: RowConnection) -> list[str]:
         """Return the ids that ended servers announced and that have no row."""
         query = f"SELECT id FROM announced WHERE {_ENDED} AND id NOT IN (SELECT id FROM files)"
         return [row["id"] for row in connection.execute(query, (self.server,))]
 
-    @transaction
+    @transaction()
     def forget_announced(self, connection: RowConnection, file_ids: Sequence[str] | None = None) -> None:
         """Remove the announcements of the given ids, or of all ended servers for None."""
         if file_ids is None:
@@ -56,7 +55,7 @@ class RecoveryRows(Rows):
         else:
             connection.executemany("DELETE FROM announced WHERE id = ?", ((file_id,) for file_id in file_ids))
 
-    @transaction
+    @transaction()
     def explain_files(self, connection: RowConnection, names: Sequence[str]) -> Mapping[str, bool]:
         """Return whether each body must stay (True) or can be removed (False), leaving out unknown ones."""
         known: dict[str, bool] = {}
@@ -69,7 +68,7 @@ class RecoveryRows(Rows):
                 known[name] = announced["run"] == self.server
         return known
 
-    @transaction
+    @transaction()
     def explain_journals(self, connection: RowConnection, names: Sequence[str]) -> Mapping[str, bool]:
         """Return the same for journals: those of unfinished batches must stay. Damaged rows are ignored."""
         known: dict[str, bool] = {}
@@ -80,19 +79,19 @@ class RecoveryRows(Rows):
                 assert known[name] or batch.status in TERMINAL
         return known
 
-    @transaction
+    @transaction()
     def bodies(self, connection: RowConnection, after: int, limit: int) -> list[tuple[int, str, int]]:
         """Return sequence number, id and size of stored files with numbers above `after`, in order."""
         query = "SELECT seq, id, bytes FROM files WHERE seq > ? AND deleted_at IS NULL ORDER BY seq LIMIT ?"
-        return [tuple(row) for row in connection.execute(query, (after, limit))]
+        return [(row["seq"], row["id"], row["bytes"]) for row in connection.execute(query, (after, limit))]
 
-    @transaction
+    @transaction()
     def damaged_batches(self, connection: RowConnection) -> dict[int, dict[str, Any]]:
         """Return the unchanged damaged rows of batches by sequence number."""
         rows = connection.execute("SELECT * FROM batches")
         return {row["seq"]: dict(row) for row in rows if read_batch_row(row).is_damaged}
 
-    @exclusive(OBJECTS)
+    @transaction(OBJECTS)
     def fail_damaged(self, connection: RowConnection, seqs: Sequence[int], now: int) -> None:
         """Replace damaged rows by rows of failed batches with the reason, and remove their lines."""
         for seq in seqs:
@@ -136,7 +135,7 @@ class TenantNews(NamedTuple):
 class TenantRows(ServerRows):
     """Mixin of `RowStore` to count the objects of tenants, and to exchange keys, loads and usage between servers."""
 
-    @transaction
+    @transaction()
     def exchange(
         self,
         connection: RowConnection,
@@ -179,7 +178,7 @@ class TenantRows(ServerRows):
             [(name, now, *(getattr(used, each) for each in _REQUEST_TOKENS)) for name, used in sorted(usage.items())],
         )
 
-    @transaction
+    @transaction()
     def request_usage(self, connection: RowConnection, tenant: str | None) -> tuple[int | None, dict[str, Usage]]:
         """Return since when the usage of requests is counted, and the usage by tenant."""
         rows = connection.execute(f"SELECT * FROM request_usage WHERE {owned(tenant)}", {"tenant": tenant})
@@ -187,12 +186,12 @@ class TenantRows(ServerRows):
         row = connection.execute("SELECT MIN(since) AS since FROM request_usage").fetchone()
         return row["since"], used
 
-    @transaction
+    @transaction()
     def holdings(self, connection: RowConnection, now: int) -> list[Holdings]:
         """Return the number of unfinished batches and stored files per tenant, ordered by name."""
         return [Holdings(**row) for row in connection.execute(_HOLDINGS, {"now": now})]
 
-    @transaction
+    @transaction()
     def usage(self, connection: RowConnection, tenant: str | None) -> dict[str, tuple[Usage, int]]:
         """Return the token usage of all batches, and the lines of unfinished batches without a result, by tenant."""
         sums = ", ".join(f"SUM({name}) AS {name}" for name in Usage._fields)
@@ -205,25 +204,25 @@ class TenantRows(ServerRows):
 class NoticeRows(Rows):
     """Mixin of `RowStore` for reports of batch ends, which the end of a batch adds."""
 
-    @transaction
+    @transaction()
     def next_notice(self, connection: RowConnection) -> Notice | None:
         """Return the report that is due first."""
         row = connection.execute("SELECT * FROM notices ORDER BY due_at LIMIT 1").fetchone()
         return None if row is None else Notice(**dict(row))
 
-    @transaction
+    @transaction()
     def postpone_notice(self, connection: RowConnection, notice: Notice, due_at: int) -> None:
         """Count a failed attempt."""
         query = "UPDATE notices SET attempts = attempts + 1, due_at = ? WHERE batch = ?"
         connection.execute(query, (due_at, notice.batch))
 
-    @transaction
+    @transaction()
     def claim_notice(self, connection: RowConnection, notice: Notice, until: int) -> bool:
         """Postpone a due report so that no other server sends it; return False if another server has done so."""
         query = "UPDATE notices SET due_at = ? WHERE batch = ? AND due_at = ?"
         return connection.execute(query, (until, notice.batch, notice.due_at)).rowcount > 0
 
-    @transaction
+    @transaction()
     def forget_notice(self, connection: RowConnection, notice: Notice) -> None:
         connection.execute("DELETE FROM notices WHERE batch = ?", (notice.batch,))
 
@@ -243,10 +242,6 @@ class RowStore(FileRows, BatchRows, LeaseRows, TenantRows, NoticeRows, RecoveryR
     async def settle(self) -> None:
         """Settle earlier commits in doubt: changes that are invisible now cannot reappear. Raises StorageError."""
         await self._writer.settle()
-
-    async def close(self) -> None:
-        """Wait for queued work, and close."""
-        await asyncio.to_thread(self.close_now)
 
     def close_now(self) -> None:
         """Wait for queued work, and close. Blocking."""

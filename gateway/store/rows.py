@@ -29,10 +29,10 @@ from gateway.store.objects import (
     new_batch_id,
     new_file_id,
 )
-from gateway.store.writer import OBJECTS, RowConnection, Rows, exclusive, transaction
+from gateway.store.writer import OBJECTS, RowConnection, Rows, transaction
 
 Row = Any
-"""A row with values by column name and by position; `dict(row)` is possible."""
+"""A row with values by column name; `dict(row)` is possible."""
 ROW_DAMAGED = "record_damaged"
 
 
@@ -53,25 +53,21 @@ def insert_file(connection: RowConnection, file: FileObject) -> None:
     connection.execute("DELETE FROM announced WHERE id = ?", (file.id,))
 
 
+_AS_THEY_ARE = ("tenant", "endpoint", "completion_window", "created_at", "expires_at")
+"""Columns of a batch with the values of its fields."""
+
+
 def read_batch_row(row: Row) -> BatchJob:
     try:
         return _read_batch(row)
     except ValueError as damage:
         reason = f"The server's record of this batch is damaged ({damage}); resend the lines without a result."
-        return BatchJob(
-            id=str(row["id"]),
-            tenant=str(row["tenant"]),
-            endpoint=str(row["endpoint"]),
-            input_file_id=str(row["input_file_id"]),
-            completion_window=str(row["completion_window"]),
-            created_at=_or(0, Count, row["created_at"]),
-            expires_at=_or(0, Count, row["expires_at"]),
-            status=BatchStatus.FAILED,
-            errors=(InputError(ROW_DAMAGED, reason),),
-            output_file_id=_or(None, FileId, row["output_file_id"]),
-            error_file_id=_or(None, FileId, row["error_file_id"]),
-            is_damaged=True,
-        )
+        texts = ("id", "tenant", "endpoint", "input_file_id", "completion_window")
+        values: dict[str, Any] = {name: str(row[name]) for name in texts}
+        values |= {name: _or(0, Count, row[name]) for name in ("created_at", "expires_at")}
+        values |= {name: _or(None, FileId, row[name]) for name in ("output_file_id", "error_file_id")}
+        error = InputError(ROW_DAMAGED, reason)
+        return BatchJob(**values, status=BatchStatus.FAILED, errors=(error,), is_damaged=True)
 
 
 def _read_batch(row: Row) -> BatchJob:
@@ -99,10 +95,9 @@ def _or(default: Any, kind: Any, value: object) -> Any:
 def repair_batch(row: Row, now: int) -> dict[str, Any]:
     """Return the columns of a batch that failed at `now`, to replace a damaged row."""
     batch = read_batch_row(row)
-    columns = ("tenant", "endpoint", "completion_window", "created_at", "expires_at", "output_file_id", "error_file_id")
     counts = ("total", "completed", "failed", *Usage._fields)
     return {
-        **{name: getattr(batch, name) for name in columns},
+        **{name: getattr(batch, name) for name in (*_AS_THEY_ARE, "output_file_id", "error_file_id")},
         "id": _or(new_batch_id(), BatchId, row["id"]),
         "input_file_id": _or(new_file_id(), FileId, row["input_file_id"]),
         "status": batch.status.value,
@@ -116,15 +111,8 @@ def repair_batch(row: Row, now: int) -> dict[str, Any]:
 def insert_batch(connection: RowConnection, batch: BatchJob, idempotency: tuple[str, str] | None) -> None:
     key, digest = idempotency or (None, None)
     values = {
-        "id": batch.id,
-        "tenant": batch.tenant,
-        "endpoint": batch.endpoint,
-        "input_file_id": batch.input_file_id,
-        "completion_window": batch.completion_window,
-        "created_at": batch.created_at,
-        "expires_at": batch.expires_at,
+        **{name: getattr(batch, name) for name in (*_AS_THEY_ARE, "id", "input_file_id", "output_expires_after")},
         "status": batch.status.value,
-        "output_expires_after": batch.output_expires_after,
         "metadata": None if batch.metadata is None else json.dumps(dict(batch.metadata)),
         "idempotency_key": key,
         "idempotency_digest": digest,
@@ -162,7 +150,7 @@ def owned(tenant: str | None) -> str:
 class FileRows(Rows):
     """Rows of files. Expired files and files of other tenants count as missing; `tenant` None means all tenants."""
 
-    @exclusive(OBJECTS)
+    @transaction(OBJECTS)
     def add_file(self, connection: RowConnection, file: FileObject, max_bytes: int | None = None) -> None:
         """Add a file. `max_bytes`: quota for all files of the tenant. Raises StorageQuota."""
         known = connection.execute("SELECT 1 FROM files WHERE id = ?", (file.id,)).fetchone()
@@ -172,16 +160,16 @@ class FileRows(Rows):
                 raise StorageQuota(used)
         insert_file(connection, file)
 
-    @transaction
+    @transaction()
     def stored_bytes(self, connection: RowConnection, tenant: str, now: int) -> int:
         """Return the total size of a tenant's files in bytes."""
         return _stored_bytes(connection, tenant, now)
 
-    @transaction
+    @transaction()
     def get_file(self, connection: RowConnection, tenant: str | None, file_id: str, now: int) -> FileObject | None:
         return find_file(connection, tenant, file_id, now)
 
-    @transaction
+    @transaction()
     def list_files(
         self, connection: RowConnection, tenant: str | None, page: Page, purpose: str | None, now: int
     ) -> tuple[list[FileObject], bool]:
@@ -193,7 +181,7 @@ class FileRows(Rows):
         rows, more = read_page(connection, "files", where, values, page)
         return [read_file_row(row) for row in rows], more
 
-    @exclusive(OBJECTS)
+    @transaction(OBJECTS)
     def delete_file(self, connection: RowConnection, tenant: str | None, file_id: str, now: int) -> bool:
         """Delete a file; return False if it does not exist. Raises FileInUse for the input of an unfinished batch."""
         if find_file(connection, tenant, file_id, now) is None:
@@ -204,13 +192,13 @@ class FileRows(Rows):
             raise FileInUse
         return True
 
-    @transaction
+    @transaction()
     def newest_time(self, connection: RowConnection) -> int | None:
         """Return the newest time at which a file or batch was created; None without one."""
         query = "SELECT MAX(created_at) AS newest FROM files UNION ALL SELECT MAX(created_at) FROM batches"
         return max((row["newest"] for row in connection.execute(query) if row["newest"] is not None), default=None)
 
-    @exclusive(OBJECTS)
+    @transaction(OBJECTS)
     def expire_files(self, connection: RowConnection, now: int, limit: int) -> list[str]:
         """Mark expired files as deleted, except inputs in use, and return their ids for removal of the bodies."""
         rows = connection.execute(
@@ -220,20 +208,20 @@ class FileRows(Rows):
         )
         return [row["id"] for row in rows]
 
-    @transaction
+    @transaction()
     def old_tombstones(self, connection: RowConnection, now: int, limit: int) -> list[str]:
         """Return the ids of files that were deleted more than TOMBSTONE_SECONDS ago."""
         query = "SELECT id FROM files WHERE deleted_at < ? LIMIT ?"
         values = (now - TOMBSTONE_SECONDS, limit)
         return [row["id"] for row in connection.execute(query, values)]
 
-    @transaction
+    @transaction()
     def purge_files(self, connection: RowConnection, file_ids: Sequence[str]) -> None:
         """Remove the rows of deleted files whose bodies have been removed."""
         query = "DELETE FROM files WHERE id = ? AND deleted_at IS NOT NULL"
         connection.executemany(query, ((file_id,) for file_id in file_ids))
 
-    @transaction
+    @transaction()
     def known_files(self, connection: RowConnection, file_ids: Sequence[str]) -> set[str]:
         """Return the ids that belong to a file of any tenant that has not been deleted."""
         query = "SELECT 1 FROM files WHERE id = ? AND deleted_at IS NULL"
@@ -263,7 +251,7 @@ def read_page(
         query = f"SELECT seq FROM {table} WHERE id = :id AND {owned(owner)}"
         cursor = connection.execute(query, {"id": page.after, "tenant": owner}).fetchone()
         if cursor is None:
-            raise UnknownCursor
+            raise UnknownCursor(page.cursor)
         values = {**values, "after": cursor["seq"]}
         where += f" AND seq {'>' if page.ascending else '<'} :after"
     order = "ASC" if page.ascending else "DESC"

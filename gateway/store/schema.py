@@ -127,25 +127,11 @@ UPDATE batches SET idempotency_key = NULL, idempotency_digest = NULL WHERE tenan
 UPDATE batches SET tenant = 'default' WHERE tenant = '';
 UPDATE files SET tenant = 'default' WHERE tenant = ''
 """
-_UPLOADS = """
-CREATE TABLE uploads (
-    id TEXT NOT NULL PRIMARY KEY,
-    tenant TEXT NOT NULL,
-    bytes INTEGER NOT NULL,
-    created_at INTEGER NOT NULL,
-    expires_at INTEGER NOT NULL,
-    filename TEXT NOT NULL,
-    file_seconds INTEGER NOT NULL,
-    status TEXT NOT NULL,
-    file_id TEXT
-) STRICT, WITHOUT ROWID;
-CREATE INDEX files_by_upload ON files (filename) WHERE purpose = 'upload_part' AND deleted_at IS NULL
-"""
-# The next cleanup of expired files removes the parts of uploads.
+# Versions 5 to 9 had uploads in parts. The next cleanup of expired files removes the parts.
 _NO_UPLOADS = """
 UPDATE files SET expires_at = 0 WHERE purpose = 'upload_part';
-DROP INDEX files_by_upload;
-DROP TABLE uploads
+DROP INDEX IF EXISTS files_by_upload;
+DROP TABLE IF EXISTS uploads
 """
 _NOTICES_BY_CHANNEL = """
 CREATE TABLE notices (
@@ -174,7 +160,7 @@ OLDEST = 2
 UPGRADES = {
     2: _DEFAULT_TENANT,
     3: _ANNOUNCED,
-    4: _UPLOADS,
+    4: "",
     5: _NOTICES_BY_CHANNEL,
     6: "",
     7: f"ALTER TABLE lines ADD COLUMN output_tokens INTEGER NOT NULL DEFAULT 0;{_LEASES}",

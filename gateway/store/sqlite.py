@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.errors import ConfigError
 from gateway.store.disk import StorageError, StorageHealth
 from gateway.store.schema import OLDEST, SCHEMA, VERSION, refusal, upgrade
-from gateway.store.writer import Work, Writer
+from gateway.store.writer import Writer
 
 log = logging.getLogger("tidemill.gateway")
 
@@ -115,64 +115,37 @@ def _create(connection: sqlite3.Connection) -> None:
 
 
 class SqliteWriter(Writer):
-    """Args:
-
-    connection: an open database, or None to call `open_later` at each group of work until it succeeds.
-    on_commit, health: see `Writer`.
-    path: path of the database. Writes fail while the file is not there: SQLite would write to a deleted file.
-    """
+    """`path`: path of the database. Writes fail while the file is not there: SQLite would write to a deleted file."""
 
     errors = sqlite3.Error
     clock = "CAST(strftime('%s', 'now') AS INTEGER)"
+    settling = f"PRAGMA user_version = {VERSION}"
+    """A write: its commit settles the earlier ones."""
 
     def __init__(
         self,
+        path: Path,
         connection: sqlite3.Connection | None,
-        on_commit: Work[None] | None = None,
-        path: Path | None = None,
+        open_again: Callable[[], sqlite3.Connection],
         health: StorageHealth | None = None,
-        open_later: Callable[[], sqlite3.Connection] | None = None,
     ) -> None:
         self._path = path
-        self._identity: os.stat_result | None = None
-        self._open_later = open_later
-        self._opened: sqlite3.Connection | None = None
+        self._identity = None if connection is None else path.stat()
         self._changes = 0
-        if connection is not None:
-            self._set_connection(connection)
-        super().__init__(on_commit, health)
-
-    async def settle(self) -> None:
-        """Make a commit, which settles earlier commits in doubt. Raises StorageError."""
-        await self.run(lambda connection: connection.execute(f"PRAGMA user_version = {VERSION}").fetchone())
+        super().__init__(connection, open_again, health)
 
     def is_in_place(self) -> bool:
         """Return whether the open database is still at its path. Checks the disk; callable from any thread."""
-        if self._path is None or self._identity is None:
+        if self._identity is None:
             return True
         try:
             return os.path.samestat(self._path.stat(), self._identity)
         except OSError:
             return False
 
-    def _set_connection(self, connection: sqlite3.Connection) -> None:
-        self._opened = connection
-        if self._path is not None:
-            self._identity = self._path.stat()
-
-    @property
-    def _connection(self) -> sqlite3.Connection:
-        assert self._opened is not None
-        return self._opened
-
     def _open(self) -> None:
-        if self._opened is None:
-            assert self._open_later is not None
-            self._set_connection(self._open_later())
-
-    def _close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        super()._open()
+        self._identity = self._identity or self._path.stat()
 
     def _begin(self, locks: Collection[str]) -> None:  # noqa: ARG002 - one server uses the database
         self._changes = self._connection.total_changes

@@ -26,7 +26,7 @@ MAX_GROUP = 256  # committing this many rows takes about five times as long as o
 
 
 class Cursor(Protocol):
-    """Outcome of a statement. Rows have values by column name and by position."""
+    """Outcome of a statement. Rows have values by column name."""
 
     @property
     def rowcount(self) -> int: ...
@@ -59,7 +59,8 @@ class Writer(ABC):
     """Run functions of the connection in a thread. Each is atomic, and durable when its future is done.
 
     Args:
-        on_commit: called in the thread after every commit that may have written.
+        connection: an open database, or None to call `open_again` at each group of work until it succeeds.
+        open_again: opens the database; also called after a loss of the connection.
         health: receives errors and successful commits.
     """
 
@@ -70,9 +71,14 @@ class Writer(ABC):
     """SQL expression of the database's time in Unix seconds."""
     skip_locked: ClassVar[str] = ""
     """SQL clause of a SELECT that locks its rows and leaves out rows with a lock."""
+    settling: ClassVar[str]
+    """SQL statement after which earlier commits in doubt are settled."""
 
-    def __init__(self, on_commit: Work[None] | None = None, health: StorageHealth | None = None) -> None:
-        self._on_commit = on_commit
+    def __init__(self, connection: Any, open_again: Callable[[], Any], health: StorageHealth | None = None) -> None:
+        self._opened = connection
+        self._open_again = open_again
+        self.on_commit: Work[None] = lambda _: None
+        """Called in the thread after every commit that may have written."""
         self._health = health or StorageHealth()
         self._closed = False
         self._num_commits = 0
@@ -96,28 +102,26 @@ class Writer(ABC):
         self._queue.put(None)
         self._thread.join()
 
-    @abstractmethod
     async def settle(self) -> None:
         """Settle earlier commits in doubt: changes that are invisible now cannot reappear. Raises StorageError."""
+        await self.run(lambda connection: connection.execute(self.settling).fetchone())
 
-    @abstractmethod
     def is_in_place(self) -> bool:
         """Return whether the open database can still be reached by its name. Callable from any thread."""
+        return True
 
     # Called in the thread
 
     @property
-    @abstractmethod
-    def _connection(self) -> RowConnection:
-        """The open connection."""
+    def _connection(self) -> Any:
+        """The open connection, a RowConnection."""
+        assert self._opened is not None
+        return self._opened
 
-    @abstractmethod
     def _open(self) -> None:
         """Open the database if it is not open. Raises StorageError, ConfigError or OSError."""
-
-    @abstractmethod
-    def _close(self) -> None:
-        """Close the connection, if it is open."""
+        if self._opened is None:
+            self._opened = self._open_again()
 
     @abstractmethod
     def _begin(self, locks: Collection[str]) -> None:
@@ -156,7 +160,8 @@ class Writer(ABC):
             works = [item for item in group if item is not None and item[1].set_running_or_notify_cancel()]
             if works and self._is_open(works):
                 self._commit(works)
-        self._close()
+        if self._opened is not None:
+            self._opened.close()
 
     def _is_open(self, group: list[Item]) -> bool:
         """Open the database if necessary. If that fails, fail the group and return False."""
@@ -188,8 +193,7 @@ class Writer(ABC):
         self._num_commits += 1
         if has_changed:
             self._health.worked("database")
-            if self._on_commit is not None:
-                self._on_commit(self._connection)
+            self.on_commit(self._connection)
         for future, result, failure in outcomes:
             if failure is None:
                 future.set_result(result)
@@ -243,25 +247,15 @@ class Rows:
 
 
 def transaction(
-    work: Callable[Concatenate[RowsT, RowConnection, Arguments], ResultT],
-) -> Callable[Concatenate[RowsT, Arguments], Coroutine[Any, Any, ResultT]]:
-    """Make a method with a connection a coroutine without: the writer's thread runs the method as one transaction."""
-
-    @wraps(work)
-    async def run(rows: RowsT, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> ResultT:
-        return await rows._writer.run(lambda connection: work(rows, connection, *args, **kwargs))
-
-    return run
-
-
-def exclusive(
     *locks: str,
 ) -> Callable[
     [Callable[Concatenate[RowsT, RowConnection, Arguments], ResultT]],
     Callable[Concatenate[RowsT, Arguments], Coroutine[Any, Any, ResultT]],
 ]:
-    """Make a method a transaction, as `transaction`, which no other server runs at the same time with the same locks.
-    `locks`: OBJECTS, or names of parameters, whose values are locked."""
+    """Make a method with a connection a coroutine without: the writer's thread runs the method as one transaction.
+
+    No other server runs a transaction with the same locks at the same time. `locks`: OBJECTS, or names of parameters,
+    whose values are locked."""
 
     def decorate(
         work: Callable[Concatenate[RowsT, RowConnection, Arguments], ResultT],

@@ -5,21 +5,17 @@ for vLLM are not affected by batch work. Labels have a bounded set of values and
 """
 
 import asyncio
-import math
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from engine.api import FinishReason, RequestClass
 from engine.client import EngineClient, EngineStats
@@ -32,52 +28,6 @@ _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 
 
 MAX_ENDED = 512
-_FOLDED = 4096  # gaps that are counted at once
-
-
-class GapSeries:
-    """Gaps of one class; counts per bucket and their sum, without the pending gaps."""
-
-    def __init__(self) -> None:
-        self.counts = np.zeros(len(_GAP_SECONDS) + 1, dtype=np.int64)
-        self.sum = 0.0
-        self._pending = array("d")
-
-    def observe(self, gap: float) -> None:
-        self._pending.append(gap)
-        if len(self._pending) >= _FOLDED:
-            self.fold()
-
-    def fold(self) -> None:
-        """Count the pending gaps."""
-        gaps = np.array(self._pending)
-        del self._pending[:]
-        self.counts = self.counts + np.bincount(np.searchsorted(_GAP_SECONDS, gaps), minlength=len(self.counts))
-        self.sum += float(gaps.sum())
-
-
-class GapHistogram(Collector):
-    """Histogram of gaps between tokens by class, counted in arrays, because every token of a stream has one."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self._name, self._text = name, text
-        self._series = {each.value: GapSeries() for each in RequestClass}
-
-    def labels(self, label: str) -> GapSeries:
-        return self._series[label]
-
-    def fold(self) -> None:
-        """Count all pending gaps, in the thread that observes them."""
-        for series in self._series.values():
-            series.fold()
-
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self._name, self._text, labels=["class"])
-        bounds = [*map(floatToGoString, (*_GAP_SECONDS, math.inf))]
-        for label, series in self._series.items():
-            counts = np.cumsum(series.counts).tolist()
-            family.add_metric([label], [*zip(bounds, counts, strict=True)], series.sum)
-        yield family
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +97,7 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.")
-        self.tbt = GapHistogram("tidemill_time_between_tokens_seconds", "Gap between two tokens.")
-        self.registry.register(self.tbt)
+        self.tbt = self._histogram("time_between_tokens_seconds", "Gap between two tokens.", _GAP_SECONDS)
         self.e2e = self._histogram("request_seconds", "Arrival to end.")
         self.queue = self._histogram("request_queue_seconds", "Arrival to first step.")
         self.prefill = self._histogram("request_prefill_seconds", "First step to first token.")
@@ -165,15 +114,14 @@ class GatewayMetrics:
         self.registry.register(EngineCollector(lambda: self.stats))
         self.registry.register(VllmAliases(self, model_name, client))
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"tidemill_{name}", text, ["class"], buckets=_SECONDS, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+        return Histogram(f"tidemill_{name}", text, ["class"], buckets=buckets, registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"tidemill_{name}", text, labels, registry=self.registry)
 
     async def take_snapshot(self) -> None:
-        """Read the engine's statistics, and count the latest gaps."""
-        self.tbt.fold()
+        """Read the engine's statistics."""
         self.stats = await self._client.stats()
 
     def render(self) -> bytes:
@@ -189,7 +137,7 @@ class VllmAliases(Collector):
         self._metrics = metrics
         self._client = client
         self._model_name = model_name
-        self._aliases: tuple[tuple[Histogram | GapHistogram | Counter, str], ...] = (
+        self._aliases: tuple[tuple[Histogram | Counter, str], ...] = (
             (metrics.ttft, "vllm:time_to_first_token_seconds"),
             (metrics.tbt, "vllm:inter_token_latency_seconds"),
             (metrics.tbt, "vllm:time_per_output_token_seconds"),
