@@ -6,22 +6,18 @@ import math
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
 
 from loadgen import InputError, ServerError, workloads
 from loadgen.arrivals import Process, parse_curve
-from loadgen.metrics import Slo
 from loadgen.plan import Plan, Target, TokenIds, Windows, window_seconds
-from loadgen.traces import READERS, Trace, read
+from loadgen.traces import READERS, read
 from loadgen.workloads import WORKLOADS, Options, Workload
-
-if TYPE_CHECKING:
-    from loadgen.runner import Session
 
 
 def parser() -> argparse.ArgumentParser:
@@ -172,73 +168,42 @@ def _output(command: argparse.ArgumentParser) -> None:
     group.add_argument("--disable-tqdm", "--quiet", dest="quiet", action="store_true", help="no progress line")
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The parsed flags, from which every run of a sweep is made."""
-
-    args: argparse.Namespace
-    target: Target
-    options: Options
-    ids: TokenIds
-    slo: Slo
-    salt: int
-    extra_body: dict[str, Any]
-
-    def workload(self) -> Workload:
-        """Build the workload."""
-        made = workloads.build(name_of(self.args), self.options)
-        made = workloads.clipped(made, self.args.length_scale, self.args.max_model_len)
-        if self.args.only == "online":
-            made = replace(made, jobs=())
-        if self.args.only == "offline":
-            made = replace(made, online=None, closed_loop=False, horizon=self.options.duration)
-        if made.online is None and not made.jobs:
-            raise InputError("the workload has no requests of this class; set --offline-lines or leave out --only")
-        return made
-
-    def windows(self, made: Workload) -> Windows:
-        """Return the windows over a workload's schedule. Raise InputError if they leave nothing to measure."""
-        return Windows(self.args.warmup, self.args.cooldown, self.args.drain, made.horizon)
-
-    def plan(self, made: Workload, session: "Session") -> Plan:
-        """Return the plan of a run."""
-        args = self.args
-        jobs = tuple(replace(job, completion_window=args.completion_window) for job in made.jobs)
-        tier = None if args.offline_service_tier == "none" else args.offline_service_tier
-        return Plan(
-            target=session.target,
-            online=made.online,
-            closed_loop=made.closed_loop,
-            max_concurrency=args.max_concurrency,
-            jobs=jobs,
-            offline_mode=args.offline_mode if jobs else "none",
-            offline_concurrency=args.offline_concurrency,
-            offline_tier=tier,
-            wait_offline=made.wait_offline if args.wait_offline is None else args.wait_offline,
-            poll_every=args.poll_interval,
-            windows=self.windows(made),
-            source=session.source,
-            seed=args.seed,
-            salt=self.salt,
-            ignore_eos=args.ignore_eos,
-            continuous_usage=args.continuous_usage,
-            extra_body=self.extra_body,
-        )
-
-
-def setup(args: argparse.Namespace) -> Setup:
-    """Parse and check the flags of `run` and `sweep`. Raise InputError for invalid values."""
+def workload(args: argparse.Namespace) -> Workload:
+    """Check the flags and build the workload. Raise InputError for invalid values."""
     _check(args)
+    chosen = options(args)
+    made = workloads.clipped(workloads.build(name_of(args), chosen), args.length_scale, args.max_model_len)
+    if args.only == "online":
+        made = replace(made, jobs=())
+    if args.only == "offline":
+        made = replace(made, online=None, closed_loop=False, horizon=chosen.duration)
+    if made.online is None and not made.jobs:
+        raise InputError("the workload has no requests of this class; set --offline-lines or leave out --only")
+    return made
+
+
+def plan(args: argparse.Namespace, made: Workload) -> Plan:
+    """Return the plan of a run, before the server is asked for its model. Raise InputError for invalid values."""
     low, _, high = args.token_id_range.partition(":")
     if not (low.isdigit() and high.isdigit()):
         raise InputError(f"--token-id-range must be LOW:HIGH, not {args.token_id_range}")
-    return Setup(
-        args=args,
+    return Plan(
         target=target(args),
-        options=options(args),
-        ids=TokenIds(int(low), int(high)),
-        slo=Slo.parse(args.goodput),
+        online=made.online,
+        closed_loop=made.closed_loop,
+        max_concurrency=args.max_concurrency,
+        jobs=tuple(replace(job, completion_window=args.completion_window) for job in made.jobs),
+        offline_mode=args.offline_mode if made.jobs else "none",
+        offline_concurrency=args.offline_concurrency,
+        offline_tier=None if args.offline_service_tier == "none" else args.offline_service_tier,
+        wait_offline=made.wait_offline if args.wait_offline is None else args.wait_offline,
+        poll_every=args.poll_interval,
+        windows=Windows(args.warmup, args.cooldown, args.drain, made.horizon),
+        source=TokenIds(int(low), int(high)),
+        seed=args.seed,
         salt=secrets.randbits(31) if args.salt is None else args.salt,
+        ignore_eos=args.ignore_eos,
+        continuous_usage=args.continuous_usage,
         extra_body=_extra_body(args.extra_body),
     )
 
@@ -346,14 +311,6 @@ def name_of(args: argparse.Namespace, default: str = "random") -> str:
     if args.workload is not None:
         return str(args.workload)
     return "trace" if args.trace else default
-
-
-def needs_calibration(made: Workload) -> bool:
-    """Return whether any prompt must be generated because the trace has no text for it."""
-    traces: list[Trace] = [job.lines for job in made.jobs]
-    if made.online is not None:
-        traces.append(made.online)
-    return any(not trace.content or any(not (c.text or c.messages) for c in trace.content) for trace in traces)
 
 
 def describe(made: Workload, plan: Plan) -> dict[str, Any]:

@@ -202,7 +202,6 @@ class Job:
     """A batch job."""
 
     lines: Trace
-    submit_at: float = 0.0  # seconds after the start
     completion_window: str = "24h"
 
 
@@ -249,11 +248,12 @@ class Plan:
         return {"stream": True, "stream_options": options}
 
     @property
+    def draws_prompts(self) -> bool:
+        """Whether a prompt must be generated because its trace has no text for it."""
+        traces = [job.lines for job in self.jobs] + ([] if self.online is None else [self.online])
+        return any(not trace.content or any(not (c.text or c.messages) for c in trace.content) for trace in traces)
+
+    @property
     def offline_lines(self) -> int:
         """Total number of lines of all jobs."""
         return sum(len(job.lines) for job in self.jobs)
-
-
-def joined(jobs: tuple[Job, ...]) -> list[tuple[Trace, int]]:
-    """Return all offline lines as (trace, row), in the order of the jobs, for flex mode."""
-    return [(job.lines, int(row)) for job in jobs for row in np.arange(len(job.lines))]

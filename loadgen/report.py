@@ -11,7 +11,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,33 +31,16 @@ UNITS = "seconds, tokens, tokens/s, requests/s; shares are 0 to 1"
 SECRETS = ("--api-key", "--header")
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """Description of a run in its summary."""
-
-    command: str
-    server: dict[str, Any]
-    device: str
-    workload: dict[str, Any]
-    label: str = ""
-    metadata: tuple[tuple[str, str], ...] = ()
-
-
-def summarise(found: Records, plan: Plan, slo: Slo, about: About) -> dict[str, Any]:
-    """Return the summary of a run."""
+def summarise(found: Records, plan: Plan, slo: Slo, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary of a run. `about` has the sections that the records and the plan do not determine."""
     window = plan.windows.measured(found.ended_at if plan.windows.horizon is not None else found.last_event)
     honest, invalid = honesty(found, window, slo, closed_loop=plan.closed_loop)
     return {
         "schema_version": SCHEMA_VERSION,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": about.command,
-        "label": about.label,
-        "metadata": dict(about.metadata),
+        **about,
         "seeds": {"seed": plan.seed, "salt": plan.salt},
-        "server": about.server,
-        "device": about.device,
         "client": {"python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count()},
-        "workload": about.workload,
         "units": UNITS,
         **run_metrics(found, window, slo),
         "honesty": honest,
