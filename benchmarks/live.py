@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.apart import run_here
 from loadgen.client import Client
-from loadgen.plan import Plan, Target, TokenIds
+from loadgen.plan import Plan, Target
 from loadgen.records import Records, RequestRecord
 
 CONFIG: dict[str, Any] = {
@@ -165,7 +165,7 @@ def plan_for(url: str, seed: int, **settings: Any) -> Plan:
     """A plan against such a server: completions of made-up token ids (or from another `source`), forced lengths, every
     token counted when it came, also one without text of its own (random weights give pieces of characters)."""
     target = Target(url, model="model", silent_tokens=True)
-    return Plan(target, seed=seed, salt=seed, **{"source": TokenIds(), **settings})
+    return Plan(target, seed=seed, salt=seed, **settings)
 
 
 @dataclass(slots=True)

@@ -220,7 +220,7 @@ class Plan:
     wait_offline: bool = False  # run until the offline work is done, instead of stopping it after the drain
     poll_every: float = 1.0
     windows: Windows = field(default_factory=Windows)
-    source: Source | None = None
+    source: Source = TokenIds()
     seed: int = 0
     salt: int = 0
     ignore_eos: bool = True
@@ -230,8 +230,6 @@ class Plan:
 
     def maker(self) -> PromptMaker:
         """Return the prompt maker of this run."""
-        if self.source is None:
-            raise InputError("the plan has no prompt source")
         return PromptMaker(self.source, "chat" if self.target.chat else "completions", self.seed, self.salt)
 
     def body(self, maker: PromptMaker, trace: Trace, row: int, index: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import orjson
+import uvloop
 
 from loadgen import ServerError
 from loadgen.client import Client, JobRun, describe_server, error_message, job_lines, wait_ready
@@ -260,19 +261,9 @@ SHOW_EVERY = 0.5
 Show = Callable[[Progress], None]
 
 
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """Return uvloop's event loop factory if it is installed, else asyncio's."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
-
-
 def execute(plan: Plan, show: Show) -> Records:
     """Run the plan and return the records. `show` is called about twice per second."""
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run_plan(plan, show, lambda: time.monotonic() + LEAD))
 
 
@@ -331,7 +322,7 @@ def prepare(
             await warm_up(client, made, num_warmups, about["models"])
         return made, {"base_url": target.base_url, "endpoint": target.endpoint, **about, "model": target.model}
 
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work())
 
 
