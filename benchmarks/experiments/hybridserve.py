@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from benchmarks.drawing import Series
 from benchmarks.experiments.offload import BLOCK, Case, algorithm_1, measure_costs, split_context
 from benchmarks.experiments.pipelines import Compact, OffloadDevice, lay_out
+from benchmarks.experiments.replay import Each
 from benchmarks.experiments.table import Result, figure, mean
 from engine.cache.placement import HostSplit, OffloadCosts
 from loadgen.simulation.gpu import DEVICES, MODELS, NOISE, SimulatedDevice
@@ -229,7 +230,7 @@ def run_point(point: Point) -> Metrics:
     }
 
 
-def run_seed(config: Config, _data: Path | None, seed: int, _workers: int, say: Callable[[str], None]) -> list[Result]:
+def run_seed(config: Config, _data: Path | None, seed: int, _each: Each, say: Callable[[str], None]) -> list[Result]:
     """All rows of one seed."""
     results = []
     for load in config.loads:

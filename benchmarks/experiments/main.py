@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from benchmarks.experiments import apt, hybridserve, hygen, kunserve, larry, orderings, parts, sal
+from benchmarks.experiments.replay import side_by_side
 from benchmarks.experiments.table import Result, render, write_table
 from engine.errors import TidemillError
 from loadgen import InputError
@@ -96,11 +97,12 @@ def _run(arguments: argparse.Namespace) -> list[orderings.Ordering]:
         raise InputError("--seeds and --workers must be at least 1")
     began = time.monotonic()
     results: list[Result] = []
-    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        results += experiment.run_seed(config, arguments.data_dir, seed, arguments.workers, _say)
-        if arguments.out is not None:  # after every seed: an interruption keeps the finished rows
-            write_table(results, arguments.out, experiment.figures(results))
-            _say(f"table.json and figures in {arguments.out}")
+    with side_by_side(arguments.workers) as each:
+        for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+            results += experiment.run_seed(config, arguments.data_dir, seed, each, _say)
+            if arguments.out is not None:  # after every seed: an interruption keeps the finished rows
+                write_table(results, arguments.out, experiment.figures(results))
+                _say(f"table.json and figures in {arguments.out}")
     print(render(*experiment.summary(results)))
     found = orderings.QUICK[arguments.name].orderings(results) if arguments.quick else []
     for each in found:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
-from benchmarks.experiments.replay import each, online_arrivals, part_of_trace
+from benchmarks.experiments.replay import Each, online_arrivals, part_of_trace
 from benchmarks.experiments.table import Result, average, gains, mean, ratios
 from benchmarks.simulated_fleet.fleet import ROUTERS, FleetDriver, OneByOne, Server
 from engine.core import EngineCore
@@ -131,7 +131,7 @@ def run_task(task: Task) -> Metrics:
     return found
 
 
-def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
+def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Callable[[str], None]) -> list[Result]:
     """All rows of one seed."""
     results: list[Result] = []
     for fleet in config.fleets:
@@ -143,7 +143,7 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Ca
             tasks = [
                 Task(config, fleet, rows, policy, name, seed) for policy in fleet.policies for name in config.routers
             ]
-            for task, metrics in zip(tasks, each(run_task, tasks, workers), strict=True):
+            for task, metrics in zip(tasks, each(run_task, tasks), strict=True):
                 setting = {"workload": workload, "fleet": fleet.name, "online_policy": task.policy, "rate": rate}
                 results.append(Result("sal", task.router, setting, seed, metrics))
             say(f"seed {seed}: {workload} on {fleet.name} engines at {rate * worth:.3g} requests/s")
