@@ -70,18 +70,15 @@ def result_of(rows: Sequence[Row], about: Mapping[str, str]) -> dict[str, Any]:
     """Return rows as a result file of `benchmarks.result_tables`."""
     titles = {"": "left", "measured": "right", "target": "right", "limit": "right", "note": "left"}
     alone = next((row.measured for row in rows if row.metric == ALONE), None)
-    source = {
-        "command": "make gpu-check ARGS=--ordered",
-        "commit": "",
-        "machine": about["device"],
-        "date": about["date"],
-    }
+    source = {"command": "make gpu-check ARGS=--ordered", "commit": "", "machine": about["device"]}
     lines = []
     for row in rows:
         value = "failed" if row.measured is None else f"{_short(row.measured)} {row.unit}".strip()
         limit = alone if row.unit == RATE_UNIT else row.floor
         limits = ("–" if each is None else _short(each) for each in (row.target, limit))
-        lines.append({**source, "cells": [row.metric, value, *limits, row.note.replace("|", "/")]})
+        lines.append(
+            {**source, "date": about["date"], "cells": [row.metric, value, *limits, row.note.replace("|", "/")]}
+        )
     return {"columns": [{"title": name, "align": side} for name, side in titles.items()], "rows": lines}
 
 
