@@ -196,7 +196,7 @@ def known(settings: Sequence[Setting]) -> list[Metrics]:
 def surface_of(*budgets: float) -> Surface:
     surface = Surface(known, Setting(ONLINE_ONLY))
     surface.replay([surface.online_only])
-    surface.add("flat", {budget: flat(budget) for budget in budgets})
+    surface.add("flat", flat, budgets)
     return surface
 
 

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from loadgen import InputError
 from loadgen.simulation.gpu import (
     DEVICES,
     MODELS,
+    NOISE,
     ModelShape,
     SimulatedDevice,
     SimulatedRunner,
@@ -144,11 +146,7 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
     fitted, mape = fit_device(simulated, room, seed)
     known = costs.coefficients() if config.hidden_cache else {}
     believed = replace(fitted, transferred=simulated.transfer_seconds(1), **known)
-
-    def make_runner(seed: int) -> ModelRunner:
-        return SimulatedRunner(simulated, seed=seed)
-
-    notes = _notes(room, config, shape.max_model_len)
+    notes, make_runner = _notes(room, config, shape.max_model_len), partial(SimulatedRunner, simulated, NOISE)
     return Simulated(device, shape.name, room, believed, mape, make_runner, host_seconds, notes)
 
 
@@ -224,12 +222,7 @@ def measured_device(
     profile: Profile, config: SchedulerConfig, host_seconds: float = 0.0, notes: tuple[str, ...] = ()
 ) -> Simulated:
     """Return the machine of a profile under these limits."""
-    key = profile.key
-
-    def make_runner(seed: int) -> ModelRunner:
-        return ProfiledRunner(profile, seed)
-
-    error = profile.held_out_mape
+    key, error, make_runner = profile.key, profile.held_out_mape, partial(ProfiledRunner, profile)
     return Simulated(key.device, key.model, config, profile.model, error, make_runner, host_seconds, notes)
 
 

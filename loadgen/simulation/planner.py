@@ -206,7 +206,6 @@ class _Replays:
         self._part = part
         self._say = say
         self._done: dict[BudgetParams | None, Arm] = {}
-        self._count = 0
 
     def metrics(self, budget: BudgetParams) -> dict[str, float]:
         """Return the metrics of a budget for the search; a zero budget means online work alone."""
