@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import aiohttp
 import orjson
 
 from benchmarks.chaos import load
@@ -15,6 +14,8 @@ from benchmarks.chaos.load import MODEL
 from benchmarks.chaos.promises import Scale
 from benchmarks.chaos.work import CHAT, ask
 from benchmarks.hostile import MAX_BYTES, Bomb, HostileGrammar, Make, always, dump, grammars, joined
+from loadgen import ServerError
+from loadgen.client import upload
 
 if TYPE_CHECKING:
     from benchmarks.chaos.engine import Saboteur
@@ -114,10 +115,10 @@ async def run_batch(
     scale.dice().shuffle(lines)
     saboteur.faults[f"batch of {name}"] += 1
     try:
-        batch = await load.submit(saboteur.session, lines, CHAT)
-        state = await load.wait_batch(saboteur.session, batch, time.monotonic() + BATCH_SECONDS)
-        rows, errors = await load.read_rows(saboteur.session, state)
-    except (aiohttp.ClientError, TimeoutError, KeyError) as error:
+        batch = await load.submit(saboteur.client, lines, CHAT)
+        state = await load.wait_batch(saboteur.client, batch, time.monotonic() + BATCH_SECONDS)
+        rows, errors = await load.read_rows(saboteur.client, state)
+    except (ServerError, KeyError) as error:
         saboteur.wrong[f"batch of {name}: {type(error).__name__} {error}"] += 1
         return
     missing = load.miscounted(bodies, rows + errors)
@@ -141,8 +142,9 @@ async def send_inputs(saboteur: "Saboteur", scale: Scale) -> None:
     for size in SIZES[:3]:
         hostile = [body for each in scale.some(grammars(), 12) if _is_json(body := of_chat(each, size))]
         await run_batch(saboteur, scale, f"grammars of {size:,}", hostile, innocent_lines(scale.of(100, 10), size))
-    uploaded = await load.upload(saboteur.session, load.line("a", json.dumps(load.body_of([20, 21], 1))).encode())
-    batch = {"input_file_id": (await uploaded.json())["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    line = load.line("a", json.dumps(load.body_of([20, 21], 1)))
+    file = await upload(saboteur.client, line.encode(), "lines.jsonl")
+    batch = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
     again = Bomb("a batch", "/v1/batches", always(batch), SERVED)
     await saboteur.send_bombs([again] * scale.of(1000, 50), AT_ONCE)
 
@@ -150,7 +152,7 @@ async def send_inputs(saboteur: "Saboteur", scale: Scale) -> None:
 async def write_blanks(saboteur: "Saboteur", scale: Scale) -> None:
     """Make the model answer with white space where a call of a function may begin."""
     prompt = f'{{"model":"{MODEL}","prompt":"\\n\\n\\n\\n","max_tokens":1,"return_token_ids":true}}'
-    _, answer = await ask(saboteur.session, "/v1/completions", prompt.encode())
+    _, answer = await ask(saboteur.client, "/v1/completions", prompt.encode())
     blank = json.loads(answer)["choices"][0]["prompt_token_ids"][-1]
     tools = '"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{}}}}]'
     lengths, bombs = (300, 600, 1200, 1900), list[Bomb]()
