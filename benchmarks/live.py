@@ -121,20 +121,15 @@ def serving(
 
 
 @contextmanager
-def server(
-    folder: Path, threads: int, *flags: str, cache: Path | None = None, patches: Path | None = None
-) -> Iterator[str]:
+def server(folder: Path, threads: int, *flags: str, cache: Path | None = None) -> Iterator[str]:
     """`tidemill serve` on a free port with further flags; yields its base URL. `threads` 0: its own choice.
-    `cache`: the folder of its profiles (default: `folder`). `patches`: a folder with a `sitecustomize.py`, which every
-    process of the server runs first."""
+    `cache`: the folder of its profiles (default: `folder`)."""
 
     def command(port: int) -> list[str]:
         own = [sys.executable, "-m", "gateway", "serve", str(folder), "--load-format", "dummy", "--port", str(port)]
         return [*own, "--served-model-name", "model", "--no-enable-prefix-caching", *flags]
 
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache or folder)}
-    if patches is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(patches), environment.get("PYTHONPATH"))))
     with serving(command, environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {})) as served:
         yield served.url
 

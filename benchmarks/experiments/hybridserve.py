@@ -14,8 +14,8 @@ from statistics import geometric_mean
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.drawing import Series
-from benchmarks.experiments.offload import BLOCK, Case, algorithm_1, measure_costs, split_context
-from benchmarks.experiments.pipelines import Compact, OffloadDevice, lay_out
+from benchmarks.experiments.offload import Case, algorithm_1, measure_costs, split_context
+from benchmarks.experiments.pipelines import BLOCK, Compact, OffloadDevice, lay_out
 from benchmarks.experiments.replay import Each
 from benchmarks.experiments.table import Result, figure, mean
 from engine.cache.placement import HostSplit, OffloadCosts
@@ -108,7 +108,7 @@ def make_case(point: Point) -> Case:
     """The arm's device and prompts. Raises ValueError when the run does not fit the device, the host or the model."""
     config, load, compact = point.config, point.load, point.arm.compact
     machine = SimulatedDevice(MODELS[load.model], replace(DEVICES[config.device], pcie=load.link))
-    device = OffloadDevice(machine, BLOCK)
+    device = OffloadDevice(machine)
     if device.ratio >= 1.0:
         raise ValueError(f"activations of {load.model} take no less room than its K and V")
     if load.batch < 1 or load.link <= 0.0:
