@@ -105,8 +105,8 @@ def _run(arguments: argparse.Namespace) -> list[orderings.Ordering]:
                 _say(f"table.json and figures in {arguments.out}")
     print(render(*experiment.summary(results)))
     found = orderings.QUICK[arguments.name].orderings(results) if arguments.quick else []
-    for each in found:
-        print(f"{'yes' if each.holds else 'NO ':3}  {each.claim}: {each.low:.4g}, {each.high:.4g}", flush=True)
+    for claim in found:
+        print(f"{'yes' if claim.holds else 'NO ':3}  {claim.claim}: {claim.low:.4g}, {claim.high:.4g}", flush=True)
     _say(f"{time.monotonic() - began:.0f} s")
     return found
 
