@@ -109,14 +109,10 @@ def make_case(point: Point) -> Case:
     config, load, compact = point.config, point.load, point.arm.compact
     machine = SimulatedDevice(MODELS[load.model], replace(DEVICES[config.device], pcie=load.link))
     device = OffloadDevice(machine)
-    if device.ratio >= 1.0:
-        raise ValueError(f"activations of {load.model} take no less room than its K and V")
-    if load.batch < 1 or load.link <= 0.0:
-        raise ValueError(f"a batch has at least one request, a link some bytes/s: not {load}")
     prompts = _prompts(point)
     longest = machine.model.max_model_len
-    if min(prompts) < 1 or config.output < 2 or max(prompts) + config.output > longest:
-        raise ValueError(f"prompts and outputs must be between 1 and {longest} tokens together, outputs 2 or more")
+    if max(prompts) + config.output > longest:
+        raise ValueError(f"prompts and outputs must be at most {longest} tokens together")
     held = sum(-(-(prompt + config.output) // BLOCK) for prompt in prompts) * device.layers * device.block_bytes
     if held + device.layers * device.layer_bytes > config.host_bytes:
         raise ValueError(f"weights and K and V of {load.batch} requests do not fit the host")
