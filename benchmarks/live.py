@@ -197,11 +197,6 @@ class Watch:
         return list(zip(grid[1:].tolist(), growth.tolist(), strict=True))
 
 
-def look_interval(seconds: float) -> float:
-    """Return the seconds between two looks at the page of metrics in a run of so many seconds."""
-    return min(PAGE_SECONDS, seconds / LOOKS)
-
-
 async def run(plan: Plan, watch: Watch | None = None) -> Records:
     """Execute a plan in this loop, and `watch` beside it. Ctrl-C ends it with KeyboardInterrupt."""
     started: list[asyncio.Task[None]] = []

@@ -47,10 +47,6 @@ class Slo:
             limits.append((name, limit))
         return cls(tuple(limits))
 
-    def limit(self, name: str) -> float | None:
-        """Return the limit on `name`, seconds, or None."""
-        return dict(self.limits).get(name)
-
     def good(self, record: RequestRecord) -> bool:
         """Return whether the request succeeded and kept every limit."""
         values = ((name, getattr(record, name), limit) for name, limit in self.limits)
@@ -310,7 +306,7 @@ def silent_tokens(record: RequestRecord) -> int:
 def reasons(found: dict[str, Any], slo: Slo) -> list[str]:
     """Return the reasons why the run is invalid."""
     listed = []
-    lag, limit = found.get("send_lag_p99"), slo.limit("ttft")
+    lag, limit = found.get("send_lag_p99"), dict(slo.limits).get("ttft")
     if lag is not None and lag > MAX_LAG:
         listed.append(f"P99 send lag {lag * 1e3:.1f} ms is over {MAX_LAG * 1e3:g} ms")
     elif lag is not None and limit is not None and lag > MAX_LAG_SHARE * limit:

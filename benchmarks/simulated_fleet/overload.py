@@ -135,7 +135,6 @@ class OverloadedFleet:
         self._closing: list[tuple[Party, ...]] = []
         self._leaving: dict[Server, tuple[Party, Party, int]] = {}
         self._preempted = 0
-        self._driver: FleetDriver | None = None
         model = machine.device.model
         self._layer_bytes = sum(rows * columns for rows, columns in model.linears()) * model.bytes_per_value
         self._unit_bytes = machine.config.block_size * model.kv_bytes_per_token / UNITS_PER_BLOCK
@@ -150,19 +149,12 @@ class OverloadedFleet:
         return [party.server for party in self.parties.values()]
 
     @property
-    def driver(self) -> FleetDriver:
-        """The driver that replays the arrivals."""
-        assert self._driver is not None, "no driver is bound"
-        return self._driver
-
-    @property
     def preemptions(self) -> int:
         """Requests that lost their place for want of memory, on servers of now and before."""
         return self._preempted + sum(sum(server.core.state.counters.preemptions.values()) for server in self.servers)
 
     def bind(self, driver: FleetDriver) -> None:
-        """What drives the servers."""
-        self._driver = driver
+        self.driver = driver
         driver.on_idle = self._idle
 
     def watch(self, now: float) -> None:

@@ -80,10 +80,6 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
     ):
         command = add(name, action, text)
         command.add_argument("batch_id", metavar="BATCH")
-    _add_outputs(command)
-
-
-def _add_outputs(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", type=Path, metavar="FILE", help="output file (default: standard output)")
     command.add_argument("--errors", type=Path, metavar="FILE", help="output file for failed lines")
     command.add_argument("--force", action="store_true", help="replace files that exist")
