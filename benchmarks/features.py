@@ -276,7 +276,6 @@ FEATURES: dict[str, Feature] = {
 
 
 def pooled(runs: Sequence[Samples], name: str) -> list[Any]:
-    """Return the samples of a name over all runs."""
     return [value for run in runs for value in run.get(name, [])]
 
 

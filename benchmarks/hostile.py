@@ -268,7 +268,6 @@ KINDS = {"json": {**CHAINS, **SCHEMAS}, "regex": REGEXES, "lark": LARK, "gbnf": 
 
 
 def grammars() -> list[HostileGrammar]:
-    """List all grammars."""
     fields = {"lark": "grammar", "gbnf": "grammar"}
     return [
         HostileGrammar(f"{kind}: {name}", fields.get(kind, kind), make)

@@ -240,13 +240,11 @@ async def completions(url: str, concurrency: int) -> AsyncIterator[Ask]:
 
 
 async def read_page(client: Client) -> str:
-    """The page of metrics."""
     _, page = await client.raw("GET", "/metrics")
     return page.decode()
 
 
 async def metrics_page(url: str) -> str:
-    """The page of metrics of a server."""
     async with Client(Target(url), time.monotonic) as client:
         return await read_page(client)
 

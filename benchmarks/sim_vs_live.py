@@ -64,7 +64,6 @@ def workload(rate: float, seconds: float, seed: int) -> Workload:
 
 
 def arms(made: Workload) -> dict[str, Workload]:
-    """The three arms."""
     return {"online only": replace(made, jobs=()), "offline only": replace(made, online=None), "both": made}
 
 

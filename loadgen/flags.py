@@ -256,7 +256,6 @@ def target(args: argparse.Namespace) -> Target:
 
 
 def options(args: argparse.Namespace) -> Options:
-    """Return the options of the workload."""
     process, cv = _process(args)
     curve = parse_curve(args.rate_curve) if args.rate_curve else None
     if curve is not None and args.request_rate is not None and math.isfinite(args.request_rate):
@@ -307,7 +306,6 @@ def _extra_body(text: str) -> dict[str, Any]:
 
 
 def name_of(args: argparse.Namespace, default: str = "random") -> str:
-    """Return the name of the workload."""
     if args.workload is not None:
         return str(args.workload)
     return "trace" if args.trace else default

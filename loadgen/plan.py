@@ -199,8 +199,6 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A batch job."""
-
     lines: Trace
     completion_window: str = "24h"
 
@@ -229,7 +227,6 @@ class Plan:
     offline_body: dict[str, Any] = field(default_factory=dict)  # additional fields of flex requests
 
     def maker(self) -> PromptMaker:
-        """Return the prompt maker of this run."""
         return PromptMaker(self.source, "chat" if self.target.chat else "completions", self.seed, self.salt)
 
     def body(self, maker: PromptMaker, trace: Trace, row: int, index: int) -> dict[str, Any]:

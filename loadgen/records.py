@@ -112,8 +112,6 @@ class JobPoll:
 
 @dataclass(slots=True)
 class JobRecord:
-    """Record of a batch job."""
-
     index: int
     lines: int
     created_at: float | None = None

@@ -207,7 +207,6 @@ def _histogram(times: Floats, edges: Floats, weights: Floats | None = None) -> F
 
 
 def write_timeline(columns: dict[str, Floats], path: Path) -> None:
-    """Write `timeline.csv`."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(COLUMNS)
@@ -244,7 +243,6 @@ class LiveLine:
         self._stream.flush()
 
     def line(self, progress: Progress) -> str:
-        """Return the text of the line."""
         total = f"/{self._horizon:.0f}" if self._horizon else ""
         parts = [f"{max(0.0, progress.at):.0f}{total} s"]
         if progress.scheduled:

@@ -152,7 +152,6 @@ def _add_use(commands: Any) -> None:
 
 
 def _add_operation(commands: Any) -> None:
-    """Add the commands of an operator."""
     description = "Show the size of a model, then download it. HF_ENDPOINT sets a mirror, HF_HOME the folder."
     command = _add(commands, "pull", _pull, "download a model from the Hugging Face hub", description)
     command.add_argument("model", metavar="OWNER/NAME", help="id of the model on the hub")

@@ -310,8 +310,6 @@ class Fault:
     memory: float = work.MEMORY
 
     def part(self) -> Part:
-        """Return the part of `chaos`."""
-
         async def run_part(scale: Scale) -> list[Promise]:
             found: list[Promise] = []
             for flags in self.servers:

@@ -123,7 +123,6 @@ LLAMAS_SHORT = shortened(replace(LLAMAS, parts=LLAMAS.parts[1:], cvs=()))
 
 
 def points(config: Config, data: Path | None, seed: int) -> list[Point]:
-    """All runs of a seed."""
     found = []
     for part in config.parts:
         limit = part.machine.max_model_len
@@ -138,7 +137,6 @@ def points(config: Config, data: Path | None, seed: int) -> list[Point]:
 
 
 def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Callable[[str], None]) -> list[Result]:
-    """All rows of one seed."""
     results: list[Result] = []
     asked = points(config, data, seed)
     for point, metrics in zip(asked, each(run_point, asked), strict=True):

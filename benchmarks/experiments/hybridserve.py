@@ -227,7 +227,6 @@ def run_point(point: Point) -> Metrics:
 
 
 def run_seed(config: Config, _data: Path | None, seed: int, _each: Each, say: Callable[[str], None]) -> list[Result]:
-    """All rows of one seed."""
     results = []
     for load in config.loads:
         setting: dict[str, Any] = {

@@ -140,7 +140,6 @@ def targets(config: Config) -> list[Target]:
 
 
 def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Say) -> list[Result]:
-    """All rows of one seed."""
     machine = build_machine(config.machine, seed)
     say(f"seed {seed}: predictor MAPE {machine.mape:.2%} (hygen features {machine.mape_hygen:.2%})")
     replays = Replays(machine, scenarios(config, data, seed), seed, each)

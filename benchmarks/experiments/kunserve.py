@@ -81,8 +81,6 @@ BURSTS_SHORT = replace(BURSTS, engines=2, phases=(5.0, 15.0, 60.0, 15.0, 20.0))
 
 
 class Task(NamedTuple):
-    """One run."""
-
     config: Config
     rows: tuple[Row, ...]
     means: Means
@@ -147,7 +145,6 @@ def violations(found: Sequence[Latencies], rivals: Sequence[Latencies]) -> list[
 
 
 def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Callable[[str], None]) -> list[Result]:
-    """All rows of one seed."""
     results: list[Result] = []
     for load in config.loads:
         rows = rows_for(config, data, load, seed)

@@ -77,7 +77,6 @@ def scenario(config: Config, data: Path | None, workload: str, rate: float, seed
 
 
 def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Callable[[str], None]) -> list[Result]:
-    """All rows of one seed."""
     machine = build_machine(config.machine, seed)
     compared = arms()
     points = [(name, factor, factor * rate) for name, rate in config.rates for factor in config.factors]

@@ -22,13 +22,12 @@ from loadgen import InputError
 
 
 class Experiment(NamedTuple):
-    """An experiment of a paper."""
-
     config: Any
     """The checked-in configuration."""
     short: Any
     """The same with short windows."""
     run_seed: Callable[..., list[Result]]
+    """All rows of one seed."""
     summary: Callable[[Sequence[Result]], tuple[list[str], list[list[Any]]]]
     figures: Callable[[Sequence[Result]], dict[str, str]]
 

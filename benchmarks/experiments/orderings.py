@@ -40,7 +40,6 @@ class Quick(NamedTuple):
     """Seconds of the window with public traces, whose requests differ more than made ones; None: that of `config`."""
 
     def orderings(self, results: Sequence[Result]) -> list[Ordering]:
-        """Return the orderings of results."""
         return self.claims(partial(of, results))
 
 

@@ -84,7 +84,6 @@ SHORT = replace(CONFIG, window=60.0, rates=(1.0,), lines=500, mooncake=None)
 
 
 def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Callable[[str], None]) -> list[Result]:
-    """All rows of one seed."""
     machine = build_machine(config.base.machine, seed)
     for name in FOREIGN:
         machine.profiles[name] = build_machine(replace(config.base.machine, device=name), seed).predictor

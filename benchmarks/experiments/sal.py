@@ -65,8 +65,6 @@ SHORT = replace(CONFIG, fleets=FLEETS[:1], window=20.0)
 
 
 class Task(NamedTuple):
-    """One run."""
-
     config: Config
     fleet: Fleet
     rows: tuple[Row, ...]
@@ -132,7 +130,6 @@ def run_task(task: Task) -> Metrics:
 
 
 def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Callable[[str], None]) -> list[Result]:
-    """All rows of one seed."""
     results: list[Result] = []
     for fleet in config.fleets:
         worth = speed(config, fleet, seed)

@@ -261,7 +261,6 @@ def report_launch(plan: Any, name: str) -> list[str]:
 
 
 def line(label: str, text: str) -> str:
-    """Return a line of a report."""
     return f"{label:<10} {text}"
 
 
