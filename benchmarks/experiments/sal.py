@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
 from benchmarks.experiments.replay import Each, online_arrivals, part_of_trace
 from benchmarks.experiments.table import Result, average, gains, mean, ratios
-from benchmarks.simulated_fleet.fleet import ROUTERS, FleetDriver, OneByOne, Server
+from benchmarks.simulated_fleet.fleet import ROUTERS, FleetDriver, Server, launcher_of
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
@@ -111,7 +111,7 @@ def servers_of(task: Task) -> list[Server]:
         machine = machine_of(config.machine, device, task.seed)
         policy = find_policy(task.policy)
         core = EngineCore(machine.config, online_policy=policy, offline_policy="fcfs", objective=objective)
-        runner = OneByOne(machine.runner(1000 * task.seed + number))
+        runner = launcher_of(machine.runner(1000 * task.seed + number))
         found.append(Server(number, core, runner, step_seconds(machine)))
     return found
 

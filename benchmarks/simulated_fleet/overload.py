@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from benchmarks.experiments.machine import Machine
-from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server, queued_work
+from benchmarks.simulated_fleet.fleet import FleetDriver, Server, launcher_of, queued_work
 from benchmarks.simulated_fleet.pipeline import Bubbles, Link, PipelineRunner, Transfer
 from benchmarks.simulated_fleet.plans import pipeline_units, plan_drop, split_layers
 from engine.core import EngineCore
@@ -309,7 +309,7 @@ class OverloadedFleet:
             host = int(self._means.host_gib * 2**30 / self._unit_bytes)
             limits = replace(config, host_units=host, unit_bytes=int(self._unit_bytes))
             core = EngineCore(limits, offline_policy="fcfs")
-            server = Server(number, core, OneByOne(machine.runner(seed)), free_at=at)
+            server = Server(number, core, launcher_of(machine.runner(seed)), free_at=at)
         else:
             kept = split_layers(machine.device.model.num_layers, (1.0,) * size, self._head)
             room = [config.num_units * self._unit_bytes] * size
@@ -325,7 +325,7 @@ class OverloadedFleet:
             core.state.pool.grow(units - undropped)
             links = [self._links[engine] for engine in engines]
             runner = PipelineRunner(machine.device, kept, links, self._former(size), self.tally.bubbles, seed)
-            server = Server(number, core, runner, free_at=at)
+            server = Server(number, core, runner.launch, free_at=at)
         party = Party(server, tuple(zip(engines, kept, strict=True)), undropped)
         self.parties[number] = party
         return party
