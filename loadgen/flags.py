@@ -36,12 +36,12 @@ def parser() -> argparse.ArgumentParser:
 
 def _server(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("server")
-    group.add_argument("--base-url", default=None, help="URL of the server without /v1")
+    group.add_argument("--base-url", help="URL of the server without /v1")
     group.add_argument("--host", default="127.0.0.1", help="host of the server if --base-url is not set")
     group.add_argument("--port", type=int, default=8000, help="port of the server if --base-url is not set")
     group.add_argument("--endpoint", default="/v1/completions", help="/v1/completions or /v1/chat/completions")
     group.add_argument("--model", default="", help="name of the model; default: the first one of the server")
-    group.add_argument("--api-key", default=None, help="API key; default: $OPENAI_API_KEY")
+    group.add_argument("--api-key", help="API key; default: $OPENAI_API_KEY")
     group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="additional header")
     group.add_argument("--extra-body", default="", metavar="JSON", help="fields added to every request body")
     group.add_argument("--request-timeout", type=float, default=600.0, help="time limit of a request, seconds")
@@ -56,13 +56,13 @@ def _server(command: argparse.ArgumentParser) -> None:
         default=True,
         help="request usage in each chunk, for exact token counts per chunk",
     )
-    group.add_argument("--device", default=None, help="device of the server, for the report")
+    group.add_argument("--device", help="device of the server, for the report")
 
 
 def _workload(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("workload")
     add_workload(group)
-    group.add_argument("--max-model-len", type=int, default=None, help="context that requests are cut to, tokens")
+    group.add_argument("--max-model-len", type=int, help="context that requests are cut to, tokens")
     group.add_argument(
         "--prompt-mode",
         default="auto",
@@ -70,21 +70,17 @@ def _workload(command: argparse.ArgumentParser) -> None:
         help="form of prompts; auto: ids for completions",
     )
     group.add_argument("--token-id-range", default="16:250", metavar="LOW:HIGH", help="token ids of generated prompts")
-    group.add_argument(
-        "--salt", type=int, default=None, help="seed of prompt text; default: random, to avoid cached prefixes"
-    )
+    group.add_argument("--salt", type=int, help="seed of prompt text; default: random, to avoid cached prefixes")
 
 
 def add_workload(group: argparse._ArgumentGroup, *more: str, default: str = "random") -> None:
     """Add the flags of the workload. `more` has further names of --data-dir."""
     group.add_argument(
-        "--workload", default=None, choices=list(WORKLOADS), help=f"workload; default: {default}, or trace with --trace"
+        "--workload", choices=list(WORKLOADS), help=f"workload; default: {default}, or trace with --trace"
     )
-    group.add_argument("--data-dir", *more, type=Path, default=None, help="folder with the public data sets")
-    group.add_argument("--trace", type=Path, default=None, help="trace or prompt file to replay")
-    group.add_argument(
-        "--trace-format", default=None, choices=list(READERS), help="format of the trace; default: detected"
-    )
+    group.add_argument("--data-dir", *more, type=Path, help="folder with the public data sets")
+    group.add_argument("--trace", type=Path, help="trace or prompt file to replay")
+    group.add_argument("--trace-format", choices=list(READERS), help="format of the trace; default: detected")
     group.add_argument("--trace-ops", default="", help="window=0:600,thin=0.5,stretch=2,jitter=1,scale=0.5:1")
     group.add_argument(
         "--rate-by", default="thin", choices=["thin", "stretch"], help="adjustment of a trace to --request-rate"
@@ -100,7 +96,7 @@ def add_workload(group: argparse._ArgumentGroup, *more: str, default: str = "ran
 def _online(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("online requests")
     add_arrivals(group)
-    group.add_argument("--max-concurrency", type=int, default=None, help="maximum open online requests")
+    group.add_argument("--max-concurrency", type=int, help="maximum open online requests")
     group.add_argument(
         "--goodput",
         nargs="+",
@@ -112,24 +108,20 @@ def _online(command: argparse.ArgumentParser) -> None:
 
 def add_arrivals(group: argparse._ArgumentGroup, *more: str) -> None:
     """Add the flags of the arrivals. `more` has further names of --request-rate."""
-    group.add_argument("--num-prompts", type=int, default=None, help="number of online requests")
-    group.add_argument("--request-rate", *more, type=float, default=None, help="requests/s; inf: closed loop")
-    group.add_argument("--duration", type=float, default=None, help="length of the schedule, seconds")
+    group.add_argument("--num-prompts", type=int, help="number of online requests")
+    group.add_argument("--request-rate", *more, type=float, help="requests/s; inf: closed loop")
+    group.add_argument("--duration", type=float, help="length of the schedule, seconds")
+    group.add_argument("--arrival", choices=["constant", "poisson", "gamma"], help="arrival process; default: poisson")
+    group.add_argument("--cv", type=float, help="gamma: coefficient of variation of the gaps; default: 1")
+    group.add_argument("--burstiness", type=float, help="gamma: shape (1/cv²), as in vLLM")
     group.add_argument(
-        "--arrival", default=None, choices=["constant", "poisson", "gamma"], help="arrival process; default: poisson"
-    )
-    group.add_argument("--cv", type=float, default=None, help="gamma: coefficient of variation of the gaps; default: 1")
-    group.add_argument("--burstiness", type=float, default=None, help="gamma: shape (1/cv²), as in vLLM")
-    group.add_argument(
-        "--rate-curve",
-        default=None,
-        help="rate over time: steps:90@15,90@1 | sine:mean=,amplitude=,period= | burst:...",
+        "--rate-curve", help="rate over time: steps:90@15,90@1 | sine:mean=,amplitude=,period= | burst:..."
     )
 
 
 def _offline(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("offline work")
-    group.add_argument("--only", default=None, choices=["online", "offline"], help="run this class only")
+    group.add_argument("--only", choices=["online", "offline"], help="run this class only")
     group.add_argument(
         "--offline-mode", default="batch", choices=["batch", "flex"], help="batch jobs, or requests with a service tier"
     )
@@ -138,17 +130,14 @@ def _offline(command: argparse.ArgumentParser) -> None:
     group.add_argument("--offline-service-tier", default="flex", help="flex: service tier of requests; none: unset")
     group.add_argument("--poll-interval", type=float, default=1.0, help="batch: interval of polls, seconds")
     group.add_argument(
-        "--wait-offline",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="continue the run until the jobs are done",
+        "--wait-offline", action=argparse.BooleanOptionalAction, help="continue the run until the jobs are done"
     )
 
 
 def add_lines(group: argparse._ArgumentGroup) -> None:
     """Add the flags of the batch jobs."""
-    group.add_argument("--offline-lines", type=int, default=None, help="number of lines per job")
-    group.add_argument("--offline-trace", type=Path, default=None, help="lengths or prompts of the offline lines")
+    group.add_argument("--offline-lines", type=int, help="number of lines per job")
+    group.add_argument("--offline-trace", type=Path, help="lengths or prompts of the offline lines")
     group.add_argument("--completion-window", default="24h", help="batch: completion window")
 
 
@@ -162,7 +151,7 @@ def _windows(command: argparse.ArgumentParser) -> None:
 def _output(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("output")
     group.add_argument("--result-dir", type=Path, default=Path("bench-results"), help="parent folder of run folders")
-    group.add_argument("--output", type=Path, default=None, help="run folder; default: a new one in --result-dir")
+    group.add_argument("--output", type=Path, help="run folder; default: a new one in --result-dir")
     group.add_argument("--label", default="", help="label in the summary")
     group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="metadata in the summary")
     group.add_argument("--disable-tqdm", "--quiet", dest="quiet", action="store_true", help="no progress line")
