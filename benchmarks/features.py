@@ -341,7 +341,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = sizes_of(feature, options.sizes)
     print(f"{options.name}: {feature.about}; {describe()}", flush=True)
     print(feature.closing(feature, measure(feature, options.rounds, sizes, options.flags)))
-
-
-if __name__ == "__main__":
-    main()

@@ -91,7 +91,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         held, widths = sum(held for held, _ in nights) / len(nights), sorted(width for _, width in nights)
         spread = widths[len(widths) // 2], widths[int(0.9 * len(widths))]
         print(NIGHTS.line(name, len(nights), held, *spread), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -185,7 +185,3 @@ def main(argv: list[str] | None = None) -> None:
         arms = [Arm(engine, served) for engine, served in start_all(engines, folder, stack)]
         alternate(arms, args.rounds, source=words)
         report(arms, args.output, about)
-
-
-if __name__ == "__main__":
-    main()

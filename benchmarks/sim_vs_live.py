@@ -149,7 +149,7 @@ def measure_round(rate: float, seconds: float, seed: int) -> Found:
 
 def main(argv: list[str] | None = None) -> None:
     """Serve, measure, simulate, print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sim_vs_live", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks sim-vs-live", description=__doc__)
     parser.add_argument("--rate", type=float, default=1.0, help="online requests a second")
     parser.add_argument("--seconds", type=float, default=35.0, help="length of an arm")
     parser.add_argument("--seed", type=int, default=1, help="of the first round")
@@ -160,7 +160,3 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'arm':13} {'':19} {'live':>9} {'simulated':>10} {'':6} ratio")
     for arm, metric in rounds[0]:
         show(arm, metric, [found[arm, metric] for found in rounds])
-
-
-if __name__ == "__main__":
-    main()
