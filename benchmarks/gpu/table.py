@@ -54,9 +54,8 @@ def render(rows: Iterable[Row]) -> str:
         floor = "" if row.floor is None else _short(row.floor)
         note = f"  {row.note}" if row.note else ""
         lines.append((row.metric, floor, row.anchor, target, measured, verdict + note))
-    widths = [max(len(line[column]) for line in lines) for column in range(5)]
-    cells = [[line[column].ljust(widths[column]) for column in range(5)] + [line[5]] for line in lines]
-    return "\n".join("  ".join(line).rstrip() for line in cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 ALONE, RATE_UNIT = "offline work alone", "offline tok/s"
