@@ -31,7 +31,6 @@ from loadgen.workloads import fixed
 
 PROMISE = "ttft_p99=60s,tbt_p99=1s"
 """Nothing is refused or held back."""
-SLO = ("--slo", PROMISE)
 PROMPTS = 3
 """Of a round: one is over so soon that a moment in which the machine does something else decides about it."""
 TICK = 1e-6

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.client import EngineStats
@@ -29,7 +28,6 @@ from loadgen.workloads import Workload
 from predictor.budget import Promise
 from predictor.online import OnlineModel
 
-Floats = NDArray[np.float64]
 Metrics = dict[str, float]
 """Metrics by the names of the load generator's reports."""
 OUTPUT_CAP = 1024
