@@ -176,14 +176,14 @@ class OverloadedFleet:
     def _drop(self, parties: Sequence[Party]) -> None:
         groups = [_group(party) for party in parties]
         copy_units = int(self._machine.device.model.num_layers * self._layer_bytes / self._unit_bytes)
-        plan = plan_drop(groups, copy_units)
+        merges, enough = plan_drop(groups, copy_units)
         for party, group in zip(parties, groups, strict=True):
             if group.is_short and party.retiring and party.pulls is None:  # retiring units are needed
                 party.server.core.state.pool.grow(party.retiring)
                 party.retiring = 0
         if any(group.is_short for group in groups):
-            self.tally.too_little += not plan.enough
-        for members in plan.merges:
+            self.tally.too_little += not enough
+        for members in merges:
             self._close([parties[i] for i in members])
 
     def _close(self, parties: Sequence[Party]) -> None:
