@@ -187,11 +187,10 @@ async def is_tie(client: Client, difference: Difference) -> bool:
 
 @dataclass(slots=True)
 class Tally:
-    """Answers of clients: `same`, `cut`, errors by text, differences; `gaps`: every wait for a chunk of a stream."""
+    """Answers of clients: `cut`, errors by text, differences; `gaps`: every wait for a chunk of a stream."""
 
     asked: int = 0
     choices: int = 0
-    same: int = 0
     cut: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     differences: list[Difference] = field(default_factory=list)
@@ -209,7 +208,6 @@ class Tally:
         elif found := compare(number, expected, got):
             self.differences += found
         else:
-            self.same += got.tokens == expected.tokens
             self.errors["wrong usage"] += got.tokens != expected.tokens
 
 
