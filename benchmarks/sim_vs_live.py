@@ -134,7 +134,8 @@ def measure_round(rate: float, seconds: float, seed: int) -> Found:
         with server(Path(name), THREADS, "--slo", slo, *LIMITS, cache=kept) as url:
             host, steps = measure_host(url, HOST_SECONDS)
             ours = {arm: asyncio.run(live(url, part, windows, seed)) for arm, part in arms(made).items()}
-        (profile,) = (kept / "tidemill" / "profiles").glob("*.json")
+        paths = (kept / "tidemill" / "profiles").glob("*.json")
+        (profile,) = (path for path in paths if not path.name.endswith(".load.json"))
         about = json.loads(profile.read_bytes())
         found = f"profile of {about['num_samples']} steps, held-out error {about['held_out_mape']:.1%}"
         print(f"seed {seed}: {found}; host {host * 1e3:.2f} ms a step ({steps} steps)", flush=True)
