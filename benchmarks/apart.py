@@ -5,16 +5,19 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Any
+
+import uvloop
 
 from loadgen import ServerError
 from loadgen.plan import Plan
 from loadgen.records import Records
-from loadgen.runner import LEAD, loop_factory, run_plan
+from loadgen.runner import LEAD, run_plan
 
 
 async def run_here(plan: Plan, begin: Callable[[float], None] = lambda _epoch: None) -> Records:
@@ -24,62 +27,43 @@ async def run_here(plan: Plan, begin: Callable[[float], None] = lambda _epoch: N
     ones are sent by another process until the online ones have ended: reading a hundred streams in this loop would
     delay the tokens of online requests.
     """
-    beside = plan.online is not None and plan.offline_mode == "flex"
-    with _offline_apart(plan) if beside else nullcontext() as offline:
 
-        def epoch() -> float:
-            found = time.monotonic() + LEAD if offline is None else offline.begin()
-            begin(found)
-            return found
-
-        records = await run_plan(replace(plan, offline_mode="none") if beside else plan, lambda _: None, epoch)
-        return records if offline is None else merge([records, await asyncio.to_thread(offline.end)])
-
-
-def merge(parts: Sequence[Records]) -> Records:
-    """Return the records of all parts, ordered by time."""
-    merged = Records(
-        requests=[record for part in parts for record in part.requests],
-        jobs=[job for part in parts for job in part.jobs],
-        samples=[sample for part in parts for sample in part.samples],
-        ended_at=max(part.ended_at for part in parts),
-        interrupted=any(part.interrupted for part in parts),
-    )
-    merged.requests.sort(key=lambda record: (record.scheduled_at, record.index))
-    merged.samples.sort(key=lambda sample: sample.at)
-    return merged
-
-
-class _Apart:
-    """A process that sends the offline requests of a plan."""
-
-    def __init__(self, process: BaseProcess, connection: Connection) -> None:
-        self._process, self._connection = process, connection
-
-    def begin(self) -> float:
-        """Wait until the process is ready and return the run's time 0. Raise ServerError if the process has ended."""
-        self._receive()
+    def epoch() -> float:
         found = time.monotonic() + LEAD
-        self._connection.send(found)
+        begin(found)
         return found
 
-    def end(self) -> Records:
-        """Stop the process and return its records. Raise ServerError if it has ended without records."""
-        if self._process.pid is not None and self._process.is_alive():
-            os.kill(self._process.pid, signal.SIGINT)
-        records = self._receive()
-        assert isinstance(records, Records), "the process sends its records last"
-        return replace(records, interrupted=False)
+    if plan.online is None or plan.offline_mode != "flex":
+        return await run_plan(plan, lambda _: None, epoch)
+    with _offline_apart(plan) as (process, connection):
 
-    def _receive(self) -> object:
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise ServerError("the process that sends offline requests ended without a result") from None
+        def common_epoch() -> float:
+            _receive(connection)  # the process is ready
+            found = epoch()
+            connection.send(found)
+            return found
+
+        records = await run_plan(replace(plan, offline_mode="none"), lambda _: None, common_epoch)
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGINT)
+        offline: Records = await asyncio.to_thread(_receive, connection)
+    records.requests = sorted(records.requests + offline.requests, key=lambda each: (each.scheduled_at, each.index))
+    records.samples = sorted(records.samples + offline.samples, key=lambda sample: sample.at)
+    records.ended_at = max(records.ended_at, offline.ended_at)
+    return records
+
+
+def _receive(connection: Connection) -> Any:
+    """Return what the process sends next. Raise ServerError if it has ended."""
+    try:
+        return connection.recv()
+    except EOFError:
+        raise ServerError("the process that sends offline requests ended without a result") from None
 
 
 @contextmanager
-def _offline_apart(plan: Plan) -> Iterator[_Apart]:
+def _offline_apart(plan: Plan) -> Iterator[tuple[BaseProcess, Connection]]:
+    """Start a process that sends the offline requests of a plan."""
     windows = replace(plan.windows, warmup=0.0, cooldown=0.0, horizon=None)
     offline = replace(plan, online=None, windows=windows)
     context = multiprocessing.get_context("spawn")
@@ -88,7 +72,7 @@ def _offline_apart(plan: Plan) -> Iterator[_Apart]:
     process.start()
     theirs.close()
     try:
-        yield _Apart(process, ours)
+        yield process, ours
     finally:
         process.join(timeout=1)
         process.kill()
@@ -101,5 +85,5 @@ def _child(plan: Plan, connection: Connection) -> None:
         connection.send("ready")
         return float(connection.recv())
 
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         connection.send(runner.run(run_plan(plan, lambda _: None, epoch)))

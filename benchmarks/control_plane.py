@@ -252,7 +252,3 @@ def main(_argv: list[str] | None = None) -> None:
     policies_bench()
     knapsack_bench()
     drafts_bench()
-
-
-if __name__ == "__main__":
-    main()

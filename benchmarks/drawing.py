@@ -101,21 +101,17 @@ def chart(
     )
 
 
-def document(*columns: Sequence[str], text: float = 11.0) -> str:
-    """Return a stand-alone SVG file with charts in columns and the style that a page would provide.
+def document(charts: Sequence[str], text: float = 11.0) -> str:
+    """Return a stand-alone SVG file with charts below each other and the style that a page would provide.
 
     `text` is the height of the text where a chart is WIDTH wide.
     """
     size = f'width="{WIDTH:g}" height="{HEIGHT:g}"'
-    body = "".join(
-        one.replace("<svg ", f'<svg x="{across * WIDTH:g}" y="{down * HEIGHT:g}" {size} ', 1)
-        for across, column in enumerate(columns)
-        for down, one in enumerate(column)
-    )
-    box = f"0 0 {WIDTH * len(columns):g} {HEIGHT * max(map(len, columns)):g}"
+    parts = (each.replace("<svg ", f'<svg y="{i * HEIGHT:g}" {size} ', 1) for i, each in enumerate(charts))
+    box = f"0 0 {WIDTH:g} {HEIGHT * len(charts):g}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" font-size="{text:g}"><style>{STYLE}</style>\n'
-        f"{body}\n</svg>\n"
+        f"{''.join(parts)}\n</svg>\n"
     )
 
 

@@ -69,18 +69,16 @@ def ratios(feature: "Feature", found: Mapping[str, Sequence[Samples]]) -> str:
 
 def equal_answers(feature: "Feature", found: Mapping[str, Sequence[Samples]]) -> str:
     """Return how many answers are equal in both arms. Raise SystemExit if one differs or is an error."""
-    first, second = (pooled(runs, feature.columns[feature.figure].samples) for runs in found.values())
-    equal = sum(a == b and a.startswith("[") for a, b in zip(first, second, strict=True))
-    if equal < len(first):
-        number, pair = next(
-            (i, pair)
-            for i, pair in enumerate(zip(first, second, strict=True))
-            if pair[0] != pair[1] or pair[0][:1] != "["
-        )
+    answers = (pooled(runs, feature.columns[feature.figure].samples) for runs in found.values())
+    pairs = list(zip(*answers, strict=True))
+    wrong = [number for number, (a, b) in enumerate(pairs) if a != b or not a.startswith("[")]
+    equal = f"{len(pairs) - len(wrong)} of {len(pairs)} answers are equal"
+    if wrong:
+        pair = pairs[wrong[0]]
         place = next((i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), 0)
         around = [text[max(0, place - 60) : place + 60] for text in pair]
-        raise SystemExit(f"only {equal} of {len(first)} answers are equal; the first that differs, {number}: {around}")
-    return f"{equal} of {len(first)} answers are equal"
+        raise SystemExit(f"only {equal}; the first that differs, {wrong[0]}: {around}")
+    return equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +276,6 @@ FEATURES: dict[str, Feature] = {
 
 
 def pooled(runs: Sequence[Samples], name: str) -> list[Any]:
-    """Return the samples of a name over all runs."""
     return [value for run in runs for value in run.get(name, [])]
 
 
@@ -344,7 +341,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = sizes_of(feature, options.sizes)
     print(f"{options.name}: {feature.about}; {describe()}", flush=True)
     print(feature.closing(feature, measure(feature, options.rounds, sizes, options.flags)))
-
-
-if __name__ == "__main__":
-    main()

@@ -21,11 +21,6 @@ class Figures(NamedTuple):
     sixteen: float
 
 
-def ratio(left: Figures, right: Figures) -> Figures:
-    """Column by column."""
-    return Figures(*(a / b for a, b in zip(left, right, strict=True)))
-
-
 def medians(rounds: Sequence[Figures]) -> Figures:
     """Column by column."""
     return Figures(*map(median, zip(*rounds, strict=True)))

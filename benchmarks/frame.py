@@ -29,7 +29,6 @@ class Table:
         self.heading = self._join(columns)
 
     def line(self, *values: Any) -> str:
-        """Return one line of the table."""
         return self._join(map(format, values, self._formats))
 
     def _join(self, cells: Iterable[str]) -> str:

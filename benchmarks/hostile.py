@@ -44,12 +44,13 @@ def nest(opening: str, middle: str, closing: str, most: int = 1 << 30) -> Make:
 
 
 def repeat(start: str, unit: str, end: str = "", between: str = "") -> Make:
-    """Repeat a unit; `#` in it becomes its number."""
+    """Repeat a unit, in UTF-8 of the size; `#` in it becomes its number."""
 
     def make(size: int) -> str:
-        width = len(unit) + len(between) + 6 * unit.count("#")
-        count = max(1, (size - len(start + end)) // width)
-        return start + between.join(unit.replace("#", str(i)) for i in range(count)) + end
+        width = len((unit + between).encode()) + 6 * unit.count("#")
+        count = max(1, (size - len((start + end).encode())) // width)
+        units = (unit.replace("#", str(i)) for i in range(count)) if "#" in unit else [unit] * count
+        return start + between.join(units) + end
 
     return make
 
@@ -267,7 +268,6 @@ KINDS = {"json": {**CHAINS, **SCHEMAS}, "regex": REGEXES, "lark": LARK, "gbnf": 
 
 
 def grammars() -> list[HostileGrammar]:
-    """List all grammars."""
     fields = {"lark": "grammar", "gbnf": "grammar"}
     return [
         HostileGrammar(f"{kind}: {name}", fields.get(kind, kind), make)
@@ -305,40 +305,27 @@ SMALL_BYTES = 32 * 1024  # parsed on the event loop itself
 
 @dataclass(frozen=True, slots=True)
 class Bomb:
-    """A body that costs more than it weighs. `make(size)` returns at most `size` bytes; `statuses`: right answers."""
+    """A body that costs more than it weighs. `text(size)` has at most `size` bytes; `statuses`: right answers."""
 
     name: str
     path: str
-    make: Callable[[int], bytes]
+    text: Make
     statuses: tuple[int, ...] = (400,)
 
-
-def filled(start: str, unit: str, end: str = "", between: str = "") -> Callable[[int], bytes]:
-    """Return a body of `start`, as many units as fit, and `end`. `%x` in a unit becomes its number."""
-
-    def make(size: int) -> bytes:
-        room = size - len((start + end).encode())
-        count = max(0, room // (len((unit.replace("%x", "9999999") + between).encode())))
-        units = (unit.replace("%x", f"{number:x}") for number in range(count)) if "%x" in unit else [unit] * count
-        return (start + between.join(units) + end).encode()
-
-    return make
+    def make(self, size: int) -> bytes:
+        return self.text(size).encode("utf-8", "surrogatepass")
 
 
-def repeated(start: str, unit: str, end: str) -> Callable[[int], bytes]:
+def repeated(start: str, unit: str, end: str) -> Make:
     """Return a body of units with commas between them."""
-    return filled(start, unit, end, ",")
-
-
-def nested(start: str, opening: str, closing: str, end: str, depth: int) -> Callable[[int], bytes]:
-    return lambda _: (start + opening * depth + closing * depth + end).encode()
+    return repeat(start, unit, end, ",")
 
 
 UNITS = {
     "empty objects": "{}", "nulls": "null", "numbers": "1", "texts": '"a"', "arrays": "[]", "objects": '{"a":{}}',
 }  # fmt: skip
 """Items that no list of requests takes."""
-NAMES = '"%x":0'
+NAMES = '"#":0'
 HI = '"messages":[{"role":"user","content":"hi"}]'
 GOOD = '{"role":"user","content":"x"}'
 PART, CALL = '{"type":"text","text":""}', '{"id":"a","type":"function","function":{"name":"f","arguments":"{}"}}'
@@ -397,25 +384,25 @@ def _single(model: str) -> Iterator[Bomb]:
         ("batch", BATCHES, '{"input_file_id":"file-x"'),
     ):
         yield Bomb(f"{name}: unknown names", path, repeated(start + ",", NAMES, "}"))
-        yield Bomb(f"{name}: a long name", path, filled(start + ',"', "x", '":0}'))
+        yield Bomb(f"{name}: a long name", path, repeat(start + ',"', "x", '":0}'))
     for name, text in TEXTS.items():
         start, right = messages + '{"role":"user","content":"x', (200,) if text in (" ", "\\n") else (400,)
-        yield Bomb(f"text of {name}", CHAT, filled(start, text, '"}]}'), right)
+        yield Bomb(f"text of {name}", CHAT, repeat(start, text, '"}]}'), right)
     for name, path, start, end in (
         ("a prompt", COMPLETIONS, prompt + '"', '"}'), ("a response", RESPONSES, head + '"input":"', '"}'),
         ("instructions", RESPONSES, head + '"input":"x","instructions":"', '"}'),
         ("a system", MESSAGES, f'{nine}{HI},"system":"', '"}'),
         ("text to count", COUNT, messages + '{"role":"user","content":"', '"}]}'),
     ):  # fmt: skip
-        yield Bomb(f"words of {name}", path, filled(start, "the quick brown fox ", end))
-    yield Bomb("a long role", CHAT, filled(messages + '{"content":"x","role":"', "x", '"}]}'))
-    yield Bomb("a long model", CHAT, filled(f'{{{HI},"model":"', "x", '"}'), (404,))
-    yield Bomb("a long number", CHAT, filled(f'{head}{HI},"seed":', "1", "}"))
-    yield Bomb("a long window", BATCHES, filled('{"input_file_id":"","endpoint":"","completion_window":"', "1", 'h"}'))
-    yield Bomb("messages 1,000 deep", CHAT, nested(messages, '[{"a":', "}]", "]}", 500))
-    yield Bomb("tools 1,000 deep", CHAT, nested(f'{head}{HI},"tools":', "[", "]", "}", 1000))
-    yield Bomb("a prompt 500 deep", COMPLETIONS, nested(prompt, '{"a":', "}", "}", 500))
-    yield Bomb("opening brackets", CHAT, filled(messages, "["))
+        yield Bomb(f"words of {name}", path, repeat(start, "the quick brown fox ", end))
+    yield Bomb("a long role", CHAT, repeat(messages + '{"content":"x","role":"', "x", '"}]}'))
+    yield Bomb("a long model", CHAT, repeat(f'{{{HI},"model":"', "x", '"}'), (404,))
+    yield Bomb("a long number", CHAT, repeat(f'{head}{HI},"seed":', "1", "}"))
+    yield Bomb("a long window", BATCHES, repeat('{"input_file_id":"","endpoint":"","completion_window":"', "1", 'h"}'))
+    yield Bomb("messages 1,000 deep", CHAT, always(messages + '[{"a":' * 500 + "}]" * 500 + "]}"))
+    yield Bomb("tools 1,000 deep", CHAT, always(f'{head}{HI},"tools":' + "[" * 1000 + "]" * 1000 + "}"))
+    yield Bomb("a prompt 500 deep", COMPLETIONS, always(prompt + '{"a":' * 500 + "}" * 500 + "}"))
+    yield Bomb("opening brackets", CHAT, repeat(messages, "["))
     yield Bomb("an error at the end", CHAT, repeated(head + '"metadata":[', "[]", "}"))
     yield Bomb("many prompts", COMPLETIONS, repeated(prompt + "[", f"[{','.join(['12345'] * 300)}]", "]}"))
 
@@ -434,14 +421,14 @@ def joined(model: str) -> Iterator[Bomb]:
         yield Bomb(f"{name} in pieces", path, pieces(start, opening, closing, after), statuses)
 
 
-def pieces(start: str, opening: str, closing: str, end: str) -> Callable[[int], bytes]:
+def pieces(start: str, opening: str, closing: str, end: str) -> Make:
     """Fill a body with 4,000 equal texts, or with fewer texts of one letter."""
 
-    def make(size: int) -> bytes:
+    def make(size: int) -> str:
         room = size - len(start + end)
         count = min(4000, room // len(opening + closing + "a,"))
         text = "a" * (room // count - len(opening + closing + ","))
-        return (start + ",".join([opening + text + closing] * count) + end).encode()
+        return start + ",".join([opening + text + closing] * count) + end
 
     return make
 
@@ -455,6 +442,6 @@ def bombs(model: str) -> list[Bomb]:
     ]
     for name, path, start in _fields(model):
         found.append(Bomb(f"{name} of objects", path, repeated(start + "[", '{"a":{}}', "]}")))
-        found.append(Bomb(f"{name} of texts", path, repeated(start + "[", '"%x"', "]}")))
+        found.append(Bomb(f"{name} of texts", path, repeated(start + "[", '"#"', "]}")))
         found.append(Bomb(f"{name} of names", path, repeated(start + "{", NAMES, "}}")))
     return [*found, *_single(model), *joined(model)]

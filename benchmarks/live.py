@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.apart import run_here
 from loadgen.client import Client
-from loadgen.plan import Plan, Target, TokenIds
+from loadgen.plan import Plan, Target
 from loadgen.records import Records, RequestRecord
 
 CONFIG: dict[str, Any] = {
@@ -121,20 +121,15 @@ def serving(
 
 
 @contextmanager
-def server(
-    folder: Path, threads: int, *flags: str, cache: Path | None = None, patches: Path | None = None
-) -> Iterator[str]:
+def server(folder: Path, threads: int, *flags: str, cache: Path | None = None) -> Iterator[str]:
     """`tidemill serve` on a free port with further flags; yields its base URL. `threads` 0: its own choice.
-    `cache`: the folder of its profiles (default: `folder`). `patches`: a folder with a `sitecustomize.py`, which every
-    process of the server runs first."""
+    `cache`: the folder of its profiles (default: `folder`)."""
 
     def command(port: int) -> list[str]:
         own = [sys.executable, "-m", "gateway", "serve", str(folder), "--load-format", "dummy", "--port", str(port)]
         return [*own, "--served-model-name", "model", "--no-enable-prefix-caching", *flags]
 
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache or folder)}
-    if patches is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(patches), environment.get("PYTHONPATH"))))
     with serving(command, environment | ({"OMP_NUM_THREADS": str(threads)} if threads else {})) as served:
         yield served.url
 
@@ -165,7 +160,7 @@ def plan_for(url: str, seed: int, **settings: Any) -> Plan:
     """A plan against such a server: completions of made-up token ids (or from another `source`), forced lengths, every
     token counted when it came, also one without text of its own (random weights give pieces of characters)."""
     target = Target(url, model="model", silent_tokens=True)
-    return Plan(target, seed=seed, salt=seed, **{"source": TokenIds(), **settings})
+    return Plan(target, seed=seed, salt=seed, **settings)
 
 
 @dataclass(slots=True)
@@ -200,11 +195,6 @@ class Watch:
         grid = np.arange(at[0], at[-1] + GRID_SECONDS, GRID_SECONDS)
         growth = np.diff(np.interp(grid, at, totals))
         return list(zip(grid[1:].tolist(), growth.tolist(), strict=True))
-
-
-def look_interval(seconds: float) -> float:
-    """Return the seconds between two looks at the page of metrics in a run of so many seconds."""
-    return min(PAGE_SECONDS, seconds / LOOKS)
 
 
 async def run(plan: Plan, watch: Watch | None = None) -> Records:
@@ -250,13 +240,11 @@ async def completions(url: str, concurrency: int) -> AsyncIterator[Ask]:
 
 
 async def read_page(client: Client) -> str:
-    """The page of metrics."""
     _, page = await client.raw("GET", "/metrics")
     return page.decode()
 
 
 async def metrics_page(url: str) -> str:
-    """The page of metrics of a server."""
     async with Client(Target(url), time.monotonic) as client:
         return await read_page(client)
 

@@ -124,7 +124,7 @@ async def run_arm(
 ) -> Run:
     """Run one arm once the server is quiet by the metrics named in `quiet`. A job is uploaded inside the arm."""
     await wait_quiet(url, quiet)
-    watch = Watch((TOKENS,), live.look_interval(seconds)) if tier == JOB else None
+    watch = Watch((TOKENS,), min(live.PAGE_SECONDS, seconds / live.LOOKS)) if tier == JOB else None
     used = await used_beside(url)
     records = await live.run(plan_arm(url, arrivals, seconds, tier, seed, **settings), watch)
     for job in records.jobs:

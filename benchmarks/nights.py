@@ -9,7 +9,7 @@ import argparse
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from benchmarks.frame import Table
 from engine.client import EngineStats
@@ -47,21 +47,9 @@ def burst(chance: random.Random) -> Callable[[float], float]:
 LOADS = {"steady": steady, "waves": waves, "burst": burst}
 
 
-@dataclass(frozen=True, slots=True)
-class Night:
-    """What became of one batch. `width`: of the interval at SPREAD_AT of the lines, as a share of the time left."""
-
-    held: bool
-    width: float
-
-
-def update(forecast: Forecast, jobs: Sequence[tuple[BatchJob, LineSizes]], now: float) -> None:
-    for _ in forecast.update(jobs, now):
-        pass
-
-
-def spend(load: Callable[[random.Random], Callable[[float], float]], seed: int) -> Night:
-    """Run one night to its end."""
+def spend(load: Callable[[random.Random], Callable[[float], float]], seed: int) -> tuple[bool, float]:
+    """Run one night to its end. Return whether the interval held the end of the batch, and the width of the interval at
+    SPREAD_AT of the lines, as a share of the time left."""
     chance = random.Random(seed)
     rate = load(chance)
     forecast, total = Forecast(EngineStats), round(HOURS * LINES_PER_HOUR * chance.uniform(0.5, 1.5))
@@ -73,7 +61,7 @@ def spend(load: Callable[[random.Random], Callable[[float], float]], seed: int) 
     shown, at_share = (0.0, 0.0), 0.0
     while batch.remaining:
         if now >= 0.0 and first is None:
-            update(forecast, [], now)
+            list(forecast.update([], now))
             outlook = forecast.first(batch, round(total * LINE_BYTES), now, sizes)
             assert outlook.eta is not None
             first = outlook.eta
@@ -86,11 +74,11 @@ def spend(load: Callable[[random.Random], Callable[[float], float]], seed: int) 
             job = replace(job, completed=job.completed + 1, usage=job.usage.plus(usage))
         earlier, batch = (job, batch) if first is None else (earlier, job)
         now += STEP
-        update(forecast, [(job, sizes)], now)
+        list(forecast.update([(job, sizes)], now))
         if not at_share and batch.completed >= SPREAD_AT * total:
             shown, at_share = forecast.outlooks["batch"].eta or shown, now
     assert first is not None
-    return Night(first[0] <= now <= first[1], (shown[1] - shown[0]) / (now - at_share))
+    return first[0] <= now <= first[1], (shown[1] - shown[0]) / (now - at_share)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -99,14 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     print(NIGHTS.heading)
     for number, (name, load) in enumerate(LOADS.items()):
-        seeds = range(number, args.nights, len(LOADS))
-        nights = [spend(load, seed) for seed in seeds]
-        widths = sorted(night.width for night in nights)
-        held = sum(night.held for night in nights) / len(nights)
-        print(
-            NIGHTS.line(name, len(nights), held, widths[len(widths) // 2], widths[int(0.9 * len(widths))]), flush=True
-        )
-
-
-if __name__ == "__main__":
-    main()
+        nights = [spend(load, seed) for seed in range(number, args.nights, len(LOADS))]
+        held, widths = sum(held for held, _ in nights) / len(nights), sorted(width for _, width in nights)
+        spread = widths[len(widths) // 2], widths[int(0.9 * len(widths))]
+        print(NIGHTS.line(name, len(nights), held, *spread), flush=True)

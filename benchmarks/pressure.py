@@ -235,7 +235,3 @@ def run_arm(args: argparse.Namespace, folder: Path, arm: str, flags: Sequence[st
                 arrivals = schedule(constant_rate(rate), "poisson", stream(seed, "arrivals"), count=args.requests)
                 runs.append(asyncio.run(run_seed(url, list(arrivals), seed, args.prompt, args.output)))
             print(show(f"{arm} at {rate:.2f}/s", runs, args.ttft, args.tbt), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -217,7 +217,3 @@ def main(argv: list[str] | None = None) -> None:
         make_model_folder(folder, GEMMA)
         show_divergence(f"random Gemma, {GEMMA['num_hidden_layers']} layers", folder, "dummy")
     return show_large(None)
-
-
-if __name__ == "__main__":
-    main()

@@ -61,7 +61,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = [{**row, "commit": row["commit"] or provenance(())["commit"]} for row in found["rows"]]
         (FOLDER / path.name).write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
     PAGE.write_text(fill(PAGE.read_text()))
-
-
-if __name__ == "__main__":
-    main()

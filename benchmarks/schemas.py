@@ -175,7 +175,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{options.file.name}, temperature {options.temperature:g}, seed {options.seed}; {describe()}")
     print(report(findings))
     sys.exit(bool(findings.wrong))
-
-
-if __name__ == "__main__":
-    main()

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import OUTPUT, PREFILL, PROMPT, Figures, medians, percentile, ratio
-from benchmarks.frame import in_turn
+from benchmarks.figures import OUTPUT, PREFILL, PROMPT, Figures, medians, percentile
+from benchmarks.frame import Table, in_turn
 from benchmarks.live import Served, over_http, plan_for, wait_for_rest
 from benchmarks.machine import describe
 from benchmarks.peers import finders
@@ -31,11 +31,8 @@ from loadgen.workloads import fixed
 
 PROMISE = "ttft_p99=60s,tbt_p99=1s"
 """Nothing is refused or held back."""
-SLO = ("--slo", PROMISE)
 PROMPTS = 3
 """Of a round: one is over so soon that a moment in which the machine does something else decides about it."""
-NAME = 46
-"""Characters of an engine's name with its version."""
 TICK = 1e-6
 """Seconds; a server that is a script may answer in less than the clock tells."""
 
@@ -132,23 +129,22 @@ def alternate(arms: Sequence[Arm], rounds: int, **settings: Any) -> None:
             print(f"{f'round {number}' if number else 'warm-up'}: {arm.engine.name} {cells}", flush=True)
 
 
+TABLE = Table(
+    {"tok/s (medians)": "46", "1 stream": ">9", "prefill 512": ">12", "8 x 128/64": ">11", "16 x 128/64": ">12"}
+)
+
+
 def show(arms: Sequence[Arm]) -> None:
     """The table: this server first, then each other row with ours as a ratio to it."""
-    columns = f"{'1 stream':>9} {'prefill 512':>12} {'8 x 128/64':>11} {'16 x 128/64':>12}"
-    print(f"{'tok/s (medians)':{NAME}} {columns}  TBT P50 / P99 / longest, ms")
+    print(f"{TABLE.heading}  TBT P50 / P99 / longest, ms")
     ours = medians(arms[0].rounds)
     for arm in arms:
-        tail = "  " + " / ".join(f"{seconds * 1e3:.0f}" for seconds in arm.gap_figures().values())
-        print(line(f"{arm.engine.name} ({arm.engine.version})", medians(arm.rounds), 0) + tail)
-    others = [(arm.engine.name, medians(arm.rounds)) for arm in arms[1:]]
-    for name, figures in others:
-        print(line(f"tidemill / {name}", ratio(ours, figures), 2))
-
-
-def line(name: str, row: Figures, digits: int) -> str:
-    """One row of the table."""
-    one, prefill, eight, sixteen = (f"{value:.{digits}f}" for value in row)
-    return f"{name:{NAME}} {one:>9} {prefill:>12} {eight:>11} {sixteen:>12}"
+        tail = " / ".join(f"{seconds * 1e3:.0f}" for seconds in arm.gap_figures().values())
+        name, cells = f"{arm.engine.name} ({arm.engine.version})", (f"{value:.0f}" for value in medians(arm.rounds))
+        print(f"{TABLE.line(name, *cells)}  {tail}")
+    for arm in arms[1:]:
+        ratios = (f"{a / b:.2f}" for a, b in zip(ours, medians(arm.rounds), strict=True))
+        print(TABLE.line(f"tidemill / {arm.engine.name}", *ratios))
 
 
 def report(arms: Sequence[Arm], output: Path | None, about: str) -> None:
@@ -188,7 +184,3 @@ def main(argv: list[str] | None = None) -> None:
         arms = [Arm(engine, served) for engine, served in start_all(engines, folder, stack)]
         alternate(arms, args.rounds, source=words)
         report(arms, args.output, about)
-
-
-if __name__ == "__main__":
-    main()

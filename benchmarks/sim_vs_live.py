@@ -13,10 +13,12 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from benchmarks.live import Watch, make_model_folder, plan_for, run, server
 from benchmarks.machine import describe
@@ -38,6 +40,11 @@ THREADS = 1
 """Of the model. The client and HTTP have the other core: each of their turns would lengthen a step that runs on all."""
 NUM_BLOCKS, MODEL_LEN = 2048, 2048
 MAX_SEQS, MAX_TOKENS = 64, 512
+LIMITS = (
+    f"--num-gpu-blocks-override={NUM_BLOCKS}", f"--max-model-len={MODEL_LEN}", f"--max-num-seqs={MAX_SEQS}",
+    f"--max-num-batched-tokens={MAX_TOKENS}",
+)  # fmt: skip
+"""The server's flags for the limits that the simulator is given too."""
 TBT_LIMIT = 0.25
 WARM_UP, HOST_SECONDS, DRAIN = 5.0, 10.0, 15.0
 BUDGET_SHARE = 0.8
@@ -49,14 +56,6 @@ TARGET = 0.15
 Found = dict[tuple[str, str], tuple[float, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Host time between two steps (s), and the number of measured steps."""
-
-    seconds: float
-    steps: int
-
-
 def workload(rate: float, seconds: float, seed: int) -> Workload:
     """Poisson arrivals of one size beside more offline lines than can be done."""
     times = schedule(constant_rate(rate), "poisson", stream(seed, "arrivals"), duration=seconds)
@@ -65,7 +64,6 @@ def workload(rate: float, seconds: float, seed: int) -> Workload:
 
 
 def arms(made: Workload) -> dict[str, Workload]:
-    """The three arms."""
     return {"online only": replace(made, jobs=()), "offline only": replace(made, online=None), "both": made}
 
 
@@ -88,20 +86,20 @@ async def live(url: str, made: Workload, windows: Windows, seed: int, watch: Wat
     return {**found["online"], "offline_throughput": found["offline"]["offline_throughput"]}
 
 
-def measure_host(url: str, seconds: float) -> Host:
-    """Time between the steps of a server that is never idle: from its counters at two moments of a burst."""
+def measure_host(url: str, seconds: float) -> tuple[float, int]:
+    """Return the seconds between two steps of a server that is never idle, from its counters at two moments of a burst,
+    and the number of measured steps."""
     steps, spent = "tidemill_steps_total", "tidemill_step_seconds_total"
     watch = Watch((steps, spent), 0.05 * seconds)
     burst = Workload("host", None, (Job(fixed(4000, 64, 64)),))
     asyncio.run(live(url, burst, Windows(horizon=seconds), 99, watch))
-    marks = [i for i, (at, _) in enumerate(watch.seen[steps]) if 0.3 * seconds <= at <= 0.9 * seconds]
-    first, last = marks[0], marks[-1]
-    grown = {name: watch.seen[name][last][1] - watch.seen[name][first][1] for name in (steps, spent)}
-    passed = watch.seen[steps][last][0] - watch.seen[steps][first][0]
-    return Host((passed - grown[spent]) / grown[steps], int(grown[steps]))
+    looks = np.array([[at, count, busy] for (at, count), (_, busy) in zip(*watch.seen.values(), strict=True)])
+    inside = looks[(0.3 * seconds <= looks[:, 0]) & (looks[:, 0] <= 0.9 * seconds)]
+    passed, count, busy = (inside[-1] - inside[0]).tolist()
+    return (passed - busy) / count, int(count)
 
 
-def simulated(profile: Path, host: Host, made: Workload, windows: Windows, seed: int) -> Mapping[str, Any]:
+def simulated(profile: Path, host: float, made: Workload, windows: Windows, seed: int) -> Mapping[str, Any]:
     """Metrics of one arm on the virtual clock, with the server's limits and objective."""
     config = SchedulerConfig(
         num_units=UNITS_PER_BLOCK * NUM_BLOCKS,
@@ -110,14 +108,9 @@ def simulated(profile: Path, host: Host, made: Workload, windows: Windows, seed:
         max_num_batched_tokens=MAX_TOKENS,
         enable_prefix_caching=False,
     )
-    device = measured_device(read_profile(profile), config, host.seconds)
+    device = measured_device(read_profile(profile), config, host)
     objective = StepObjective(60.0, TBT_LIMIT, budget=BudgetParams("tidemill", BUDGET_SHARE * TBT_LIMIT))
     return simulate(device, made, windows, objective, seed, Policies(backlog=CONCURRENCY))
-
-
-def has(metric: str, part: Workload) -> bool:
-    """Whether an arm has a metric."""
-    return bool(part.jobs) if metric == "offline_throughput" else part.online is not None
 
 
 def show(arm: str, metric: str, pairs: Sequence[tuple[float, float]]) -> None:
@@ -138,28 +131,26 @@ def measure_round(rate: float, seconds: float, seed: int) -> Found:
         make_model_folder(Path(name))
         kept = Path(name) / "profiles"
         slo = f"ttft_p99=60s,tbt_p99={TBT_LIMIT * 1e3:g}ms"
-        with server(Path(name), THREADS, "--slo", slo, *limits(), cache=kept) as url:
-            host = measure_host(url, HOST_SECONDS)
+        with server(Path(name), THREADS, "--slo", slo, *LIMITS, cache=kept) as url:
+            host, steps = measure_host(url, HOST_SECONDS)
             ours = {arm: asyncio.run(live(url, part, windows, seed)) for arm, part in arms(made).items()}
-        (profile,) = (kept / "tidemill" / "profiles").glob("*.json")
+        paths = (kept / "tidemill" / "profiles").glob("*.json")
+        (profile,) = (path for path in paths if not path.name.endswith(".load.json"))
         about = json.loads(profile.read_bytes())
-        print(
-            f"seed {seed}: profile of {about['num_samples']} steps, held-out error {about['held_out_mape']:.1%}",
-            end="; ",
-        )
-        print(f"host {host.seconds * 1e3:.2f} ms a step ({host.steps} steps)", flush=True)
+        found = f"profile of {about['num_samples']} steps, held-out error {about['held_out_mape']:.1%}"
+        print(f"seed {seed}: {found}; host {host * 1e3:.2f} ms a step ({steps} steps)", flush=True)
         theirs = {arm: simulated(profile, host, part, windows, seed) for arm, part in arms(made).items()}
     return {
         (arm, metric): (float(ours[arm][metric]), float(theirs[arm][metric]))
         for arm, part in arms(made).items()
         for metric in METRICS
-        if has(metric, part)
+        if (part.jobs if metric == "offline_throughput" else part.online)
     }
 
 
 def main(argv: list[str] | None = None) -> None:
     """Serve, measure, simulate, print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sim_vs_live", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks sim-vs-live", description=__doc__)
     parser.add_argument("--rate", type=float, default=1.0, help="online requests a second")
     parser.add_argument("--seconds", type=float, default=35.0, help="length of an arm")
     parser.add_argument("--seed", type=int, default=1, help="of the first round")
@@ -170,14 +161,3 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'arm':13} {'':19} {'live':>9} {'simulated':>10} {'':6} ratio")
     for arm, metric in rounds[0]:
         show(arm, metric, [found[arm, metric] for found in rounds])
-
-
-def limits() -> tuple[str, ...]:
-    """The server's flags for the limits that the simulator is given too."""
-    sizes = {"num-gpu-blocks-override": NUM_BLOCKS, "max-model-len": MODEL_LEN, "max-num-seqs": MAX_SEQS}
-    sizes["max-num-batched-tokens"] = MAX_TOKENS
-    return tuple(f"--{name}={value}" for name, value in sizes.items())
-
-
-if __name__ == "__main__":
-    main()

@@ -141,7 +141,6 @@ async def start_job(client: Client, bodies: Sequence[Body]) -> str:
 
 
 async def end_of(client: Client, job: str) -> dict[str, Any]:
-    """Wait for the end of a job."""
     while (batch := await expect(client, "GET", f"/v1/batches/{job}"))["status"] not in TERMINAL:  # noqa: ASYNC110
         await asyncio.sleep(POLL)
     return batch

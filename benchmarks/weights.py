@@ -12,7 +12,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from benchmarks.live import CONFIG
-from loadgen.plan import ANCHOR, COMMON_WORDS, WordCosts
+from loadgen.plan import ANCHOR, WORDS, WordCosts
 
 LAYERS: int = CONFIG["num_hidden_layers"]
 CONTEXT = 4096
@@ -41,7 +41,7 @@ def make_tokenizer(path: Path, size: int) -> WordCosts:
     for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary[byte] = len(vocabulary)
     merges: list[tuple[str, str]] = []
-    for left, right in merges_of([ANCHOR, *(SPACE + word for word in COMMON_WORDS.split())]):
+    for left, right in merges_of([ANCHOR, *(SPACE + word for word in WORDS)]):
         if len(vocabulary) == size:
             break
         if left + right not in vocabulary:
@@ -52,9 +52,8 @@ def make_tokenizer(path: Path, size: int) -> WordCosts:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(path))
-    words = tuple(COMMON_WORDS.split())
-    costs = tuple(len(tokenizer.encode(f" {word}").ids) for word in words)
-    return WordCosts(words, costs, len(tokenizer.encode(ANCHOR).ids))
+    costs = tuple(len(tokenizer.encode(f" {word}").ids) for word in WORDS)
+    return WordCosts(WORDS, costs, len(tokenizer.encode(ANCHOR).ids))
 
 
 def make_checkpoint(folder: Path, dtype: str, layers: int = LAYERS) -> WordCosts:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from loadgen import InputError, ServerError, flags, report
-from loadgen.flags import Setup
-from loadgen.report import About, LiveLine
-from loadgen.runner import Session, execute, prepare, warm_up
+from loadgen.metrics import Slo
+from loadgen.report import LiveLine
+from loadgen.runner import execute, prepare
 
 DONE, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
 
@@ -34,20 +34,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, command: str) -> int:
-    setup = flags.setup(args)
-    made = setup.workload()
-    setup.windows(made)
-    calibrate = flags.needs_calibration(made)
-    wait = args.ready_check_timeout_sec
-    session = prepare(setup.target, args.prompt_mode, setup.ids, wait, calibrate=calibrate, say=_say)
-    plan = setup.plan(made, session)
-    warm_up(plan, args.num_warmups, session.server["models"])
+    made, slo = flags.workload(args), Slo.parse(args.goodput)
+    asked, wait = flags.plan(args, made), args.ready_check_timeout_sec
+    plan, server = prepare(asked, args.prompt_mode, wait, args.num_warmups, _say)
     for note in made.notes:
         _say(note)
     line = LiveLine(plan.windows.horizon, quiet=args.quiet)
     records = execute(plan, line.show)
     line.close()
-    summary = report.summarise(records, plan, setup.slo, _about(setup, session, command, flags.describe(made, plan)))
+    version = server["version"] if isinstance(server["version"], dict) else {}
+    about = {
+        "command": command,
+        "label": args.label,
+        "metadata": {key: value for key, _, value in (item.partition("=") for item in args.metadata)},
+        "server": server,
+        "device": args.device or version.get("device") or "not stated",
+        "workload": flags.describe(made, plan),
+    }
+    summary = report.summarise(records, plan, slo, about)
     path = args.output or report.default_folder(args.result_dir, made.name)
     report.write(path, summary, records)
     report.show(report.tables(summary))
@@ -57,15 +61,6 @@ def _run(args: argparse.Namespace, command: str) -> int:
 
 def _say(text: str) -> None:
     print(f"  {text}", file=sys.stderr)
-
-
-def _about(setup: Setup, session: Session, command: str, workload: dict[str, Any]) -> About:
-    """Return the description of the run for its summary."""
-    args = setup.args
-    pairs = tuple((key, value) for key, _, value in (item.partition("=") for item in args.metadata))
-    version = session.server.get("version")
-    named = version.get("device") if isinstance(version, dict) else None
-    return About(command, session.server, args.device or named or "not stated", workload, args.label, pairs)
 
 
 def _verdict(summary: dict[str, Any]) -> int:

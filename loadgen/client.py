@@ -9,7 +9,9 @@ each chunk, the tokens of an event are the growth of `completion_tokens` since t
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -32,13 +34,13 @@ class Client:
     def __init__(self, target: Target, now: Callable[[], float]) -> None:
         self.target = target
         self._now = now
-        self._session: aiohttp.ClientSession | None = None
+        self.session: aiohttp.ClientSession  # while it is open
 
     async def __aenter__(self) -> "Client":
         headers = dict(self.target.headers)
         if self.target.api_key:
             headers["Authorization"] = f"Bearer {self.target.api_key}"
-        self._session = aiohttp.ClientSession(
+        self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             headers=headers,
@@ -46,15 +48,7 @@ class Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The open session."""
-        if self._session is None:
-            raise RuntimeError("the client is not open")
-        return self._session
+        await self.session.close()
 
     async def send(self, body: bytes, record: RequestRecord) -> None:
         """Send a request and fill its record. Raise no exception but CancelledError."""
@@ -167,15 +161,12 @@ class StreamEvents:
         self._silent_tokens = silent_tokens
         self._pending = b""
         self._counted = 0
-        self._usage: int | None = None
+        self._usage = 0
         self._done = False
-        self._error = ""
 
     def feed(self, data: bytes, now: float) -> None:
         """Parse bytes that arrived at `now`, seconds since the run's start; events may be split anywhere."""
-        if self._pending:
-            data = self._pending + data
-        lines = data.split(b"\n")
+        lines = (self._pending + data).split(b"\n")
         self._pending = lines.pop()
         if len(self._pending) > MAX_LINE:
             raise ValueError("the server sent a line over 16 MiB")
@@ -190,41 +181,22 @@ class StreamEvents:
         try:
             chunk = orjson.loads(payload)
         except orjson.JSONDecodeError:
-            self._error = self._error or "an event is not JSON"
+            self.record.error = self.record.error or "an event is not JSON"
             return
-        if isinstance(chunk, dict):
-            self._chunk(chunk, now)
-
-    def _chunk(self, chunk: dict[str, Any], now: float) -> None:
-        if chunk.get("error"):
-            error = chunk["error"]
-            self._error = str(error.get("message", error) if isinstance(error, dict) else error)[:300]
+        if not isinstance(chunk, dict):
+            return
+        if error := chunk.get("error"):
+            self.record.error = str(error.get("message", error) if isinstance(error, dict) else error)[:300]
             return
         usage = chunk.get("usage")
         if usage:
-            self._read_usage(usage)
-        choices = chunk.get("choices")
-        if not choices:
-            return
-        choice = choices[0]
-        if has_tokens(choice) or (self._silent_tokens and usage and (self._usage or 0) > self._counted):
-            self._tokens(now, had_usage=bool(usage))
-        if choice.get("finish_reason"):
-            self.record.finish_reason = str(choice["finish_reason"])
+            self._usage = read_usage(self.record, usage)
+        for choice in (chunk.get("choices") or ())[:1]:
+            if has_tokens(choice) or (self._silent_tokens and usage and self._usage > self._counted):
+                self._tokens(now, max(1, self._usage - self._counted) if usage else 1)
+            self.record.finish_reason = str(choice.get("finish_reason") or self.record.finish_reason)
 
-    def _read_usage(self, usage: dict[str, Any]) -> None:
-        record = self.record
-        self._usage = int(usage.get("completion_tokens") or 0)
-        if usage.get("prompt_tokens") is not None:
-            record.input_tokens = int(usage["prompt_tokens"])
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        if cached is not None:
-            record.cached_tokens = int(cached)
-
-    def _tokens(self, now: float, *, had_usage: bool) -> None:
-        grown = 1
-        if had_usage and self._usage is not None:
-            grown = max(1, self._usage - self._counted)
+    def _tokens(self, now: float, grown: int) -> None:
         self._counted += grown
         record = self.record
         if record.first_token_at is None:
@@ -236,41 +208,40 @@ class StreamEvents:
         """End the stream at `now`: set the outcome and the token count."""
         record = self.record
         record.ended_at = now
-        record.output_tokens = self._counted if self._usage is None else max(self._usage, self._counted)
+        record.output_tokens = max(self._usage, self._counted)
         record.outcome = self._outcome()
-        if self._error:
-            record.error = self._error
 
     def _outcome(self) -> Outcome:
-        if self._error:
+        if self.record.error:
             return "stream_error"
         if not self._done and not self.record.finish_reason:
             return "cut"
         return "ok" if self.record.chunk_at else "empty"
 
 
+def read_usage(record: RequestRecord, usage: dict[str, Any]) -> int:
+    """Note the prompt tokens and the cached ones that a server reports, and return the output tokens."""
+    if usage.get("prompt_tokens") is not None:
+        record.input_tokens = int(usage["prompt_tokens"])
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    if cached is not None:
+        record.cached_tokens = int(cached)
+    return int(usage.get("completion_tokens") or 0)
+
+
 def has_tokens(choice: dict[str, Any]) -> bool:
     """Return whether a choice has content, reasoning or tool calls (chat delta or completion text)."""
-    if choice.get("text"):
-        return True
-    delta = choice.get("delta")
-    if not delta:
-        return False
-    return bool(
-        delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
-    )
+    delta = choice.get("delta") or {}
+    thought = delta.get("reasoning_content") or delta.get("reasoning")
+    return bool(choice.get("text") or delta.get("content") or thought or delta.get("tool_calls"))
 
 
 def whole_answer(record: RequestRecord, body: dict[str, Any], now: float) -> None:
     """Fill a record from an answer that was not streamed; all tokens arrived at `now`."""
-    usage = body.get("usage") or {}
-    tokens = int(usage.get("completion_tokens") or 0)
-    choices = body.get("choices") or [{}]
     record.ended_at = now
+    record.output_tokens = tokens = read_usage(record, body.get("usage") or {})
+    choices = body.get("choices") or [{}]
     record.finish_reason = str(choices[0].get("finish_reason") or "")
-    record.output_tokens = tokens
-    record.input_tokens = usage.get("prompt_tokens", record.input_tokens)
-    record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     record.outcome = "ok" if tokens else "empty"
     if tokens:
         record.first_token_at = now
@@ -335,18 +306,13 @@ class JobRun:
     async def run(self, data: bytes, endpoint: str, window: str) -> None:
         """Upload `data`, run the job to a terminal state and fill the record. Errors are stored in `record.error`."""
         try:
-            batch = await self._create(data, endpoint, window)
-            batch = await self._watch(batch)
-            await self._collect(batch)
+            file_id = await upload(self.client, data, f"job-{self.record.index}.jsonl")
+            batch = await create(self.client, file_id, endpoint, window)
+            self.record.created_at = self._now()
+            self._note(batch)
+            await self._collect(await self._watch(batch))
         except ServerError as error:
             self.record.error = str(error)
-
-    async def _create(self, data: bytes, endpoint: str, window: str) -> dict[str, Any]:
-        file_id = await upload(self.client, data, f"job-{self.record.index}.jsonl")
-        batch = await create(self.client, file_id, endpoint, window)
-        self.record.created_at = self._now()
-        self._note(batch)
-        return batch
 
     def _note(self, batch: dict[str, Any]) -> None:
         counts = batch.get("request_counts") or {}
@@ -361,10 +327,13 @@ class JobRun:
     async def _watch(self, batch: dict[str, Any]) -> dict[str, Any]:
         path, cancelled_at = f"/v1/batches/{batch['id']}", None
         while self.record.status not in TERMINAL:
-            if self._stop.is_set() and cancelled_at is None:
-                cancelled_at = self._now()
-                await self.client.call("POST", f"{path}/cancel")
-            await self._pause(cancelled=cancelled_at is not None)
+            if cancelled_at is not None:
+                await asyncio.sleep(min(self._poll_every, 0.25))
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), self._poll_every)
+                    cancelled_at = self._now()
+                    await self.client.call("POST", f"{path}/cancel")
             batch = await expect(self.client, "GET", path)
             self._note(batch)
             if cancelled_at is not None and self._now() - cancelled_at > CANCEL_GRACE:
@@ -372,17 +341,8 @@ class JobRun:
                 break
         return batch
 
-    async def _pause(self, *, cancelled: bool) -> None:
-        if cancelled:
-            await asyncio.sleep(min(self._poll_every, 0.25))
-            return
-        try:
-            await asyncio.wait_for(self._stop.wait(), self._poll_every)
-        except TimeoutError:
-            return
-
     async def _collect(self, batch: dict[str, Any]) -> None:
-        seen: dict[str, int] = {}
+        seen: Counter[str] = Counter()
         record = self.record
         for kind in ("output_file_id", "error_file_id"):
             if not batch.get(kind):
@@ -391,15 +351,14 @@ class JobRun:
             if status != 200:
                 raise ServerError(f"cannot download {kind}: {status} {error_message(data)}")
             rows = [orjson.loads(line) for line in data.splitlines() if line.strip()]
-            for row in rows:
-                seen[row["custom_id"]] = seen.get(row["custom_id"], 0) + 1
+            seen.update(row["custom_id"] for row in rows)
             if kind == "output_file_id":
                 record.output_lines = len(rows)
                 self._count_tokens(rows)
             else:
                 record.unexecuted = sum((row.get("error") or {}).get("code") in UNEXECUTED for row in rows)
                 record.error_lines = len(rows) - record.unexecuted
-        record.duplicated = sum(count - 1 for count in seen.values())
+        record.duplicated = seen.total() - len(seen)
         # Only a completed job must return every line.
         record.missing = record.lines - len(seen) if record.status == "completed" else 0
 

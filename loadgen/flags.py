@@ -6,22 +6,18 @@ import math
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
 
 from loadgen import InputError, ServerError, workloads
 from loadgen.arrivals import Process, parse_curve
-from loadgen.metrics import Slo
 from loadgen.plan import Plan, Target, TokenIds, Windows, window_seconds
-from loadgen.traces import READERS, Trace, read
+from loadgen.traces import READERS, read
 from loadgen.workloads import WORKLOADS, Options, Workload
-
-if TYPE_CHECKING:
-    from loadgen.runner import Session
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,12 +36,12 @@ def parser() -> argparse.ArgumentParser:
 
 def _server(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("server")
-    group.add_argument("--base-url", default=None, help="URL of the server without /v1")
+    group.add_argument("--base-url", help="URL of the server without /v1")
     group.add_argument("--host", default="127.0.0.1", help="host of the server if --base-url is not set")
     group.add_argument("--port", type=int, default=8000, help="port of the server if --base-url is not set")
     group.add_argument("--endpoint", default="/v1/completions", help="/v1/completions or /v1/chat/completions")
     group.add_argument("--model", default="", help="name of the model; default: the first one of the server")
-    group.add_argument("--api-key", default=None, help="API key; default: $OPENAI_API_KEY")
+    group.add_argument("--api-key", help="API key; default: $OPENAI_API_KEY")
     group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="additional header")
     group.add_argument("--extra-body", default="", metavar="JSON", help="fields added to every request body")
     group.add_argument("--request-timeout", type=float, default=600.0, help="time limit of a request, seconds")
@@ -60,13 +56,13 @@ def _server(command: argparse.ArgumentParser) -> None:
         default=True,
         help="request usage in each chunk, for exact token counts per chunk",
     )
-    group.add_argument("--device", default=None, help="device of the server, for the report")
+    group.add_argument("--device", help="device of the server, for the report")
 
 
 def _workload(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("workload")
     add_workload(group)
-    group.add_argument("--max-model-len", type=int, default=None, help="context that requests are cut to, tokens")
+    group.add_argument("--max-model-len", type=int, help="context that requests are cut to, tokens")
     group.add_argument(
         "--prompt-mode",
         default="auto",
@@ -74,21 +70,17 @@ def _workload(command: argparse.ArgumentParser) -> None:
         help="form of prompts; auto: ids for completions",
     )
     group.add_argument("--token-id-range", default="16:250", metavar="LOW:HIGH", help="token ids of generated prompts")
-    group.add_argument(
-        "--salt", type=int, default=None, help="seed of prompt text; default: random, to avoid cached prefixes"
-    )
+    group.add_argument("--salt", type=int, help="seed of prompt text; default: random, to avoid cached prefixes")
 
 
 def add_workload(group: argparse._ArgumentGroup, *more: str, default: str = "random") -> None:
     """Add the flags of the workload. `more` has further names of --data-dir."""
     group.add_argument(
-        "--workload", default=None, choices=list(WORKLOADS), help=f"workload; default: {default}, or trace with --trace"
+        "--workload", choices=list(WORKLOADS), help=f"workload; default: {default}, or trace with --trace"
     )
-    group.add_argument("--data-dir", *more, type=Path, default=None, help="folder with the public data sets")
-    group.add_argument("--trace", type=Path, default=None, help="trace or prompt file to replay")
-    group.add_argument(
-        "--trace-format", default=None, choices=list(READERS), help="format of the trace; default: detected"
-    )
+    group.add_argument("--data-dir", *more, type=Path, help="folder with the public data sets")
+    group.add_argument("--trace", type=Path, help="trace or prompt file to replay")
+    group.add_argument("--trace-format", choices=list(READERS), help="format of the trace; default: detected")
     group.add_argument("--trace-ops", default="", help="window=0:600,thin=0.5,stretch=2,jitter=1,scale=0.5:1")
     group.add_argument(
         "--rate-by", default="thin", choices=["thin", "stretch"], help="adjustment of a trace to --request-rate"
@@ -104,7 +96,7 @@ def add_workload(group: argparse._ArgumentGroup, *more: str, default: str = "ran
 def _online(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("online requests")
     add_arrivals(group)
-    group.add_argument("--max-concurrency", type=int, default=None, help="maximum open online requests")
+    group.add_argument("--max-concurrency", type=int, help="maximum open online requests")
     group.add_argument(
         "--goodput",
         nargs="+",
@@ -116,24 +108,20 @@ def _online(command: argparse.ArgumentParser) -> None:
 
 def add_arrivals(group: argparse._ArgumentGroup, *more: str) -> None:
     """Add the flags of the arrivals. `more` has further names of --request-rate."""
-    group.add_argument("--num-prompts", type=int, default=None, help="number of online requests")
-    group.add_argument("--request-rate", *more, type=float, default=None, help="requests/s; inf: closed loop")
-    group.add_argument("--duration", type=float, default=None, help="length of the schedule, seconds")
+    group.add_argument("--num-prompts", type=int, help="number of online requests")
+    group.add_argument("--request-rate", *more, type=float, help="requests/s; inf: closed loop")
+    group.add_argument("--duration", type=float, help="length of the schedule, seconds")
+    group.add_argument("--arrival", choices=["constant", "poisson", "gamma"], help="arrival process; default: poisson")
+    group.add_argument("--cv", type=float, help="gamma: coefficient of variation of the gaps; default: 1")
+    group.add_argument("--burstiness", type=float, help="gamma: shape (1/cv²), as in vLLM")
     group.add_argument(
-        "--arrival", default=None, choices=["constant", "poisson", "gamma"], help="arrival process; default: poisson"
-    )
-    group.add_argument("--cv", type=float, default=None, help="gamma: coefficient of variation of the gaps; default: 1")
-    group.add_argument("--burstiness", type=float, default=None, help="gamma: shape (1/cv²), as in vLLM")
-    group.add_argument(
-        "--rate-curve",
-        default=None,
-        help="rate over time: steps:90@15,90@1 | sine:mean=,amplitude=,period= | burst:...",
+        "--rate-curve", help="rate over time: steps:90@15,90@1 | sine:mean=,amplitude=,period= | burst:..."
     )
 
 
 def _offline(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("offline work")
-    group.add_argument("--only", default=None, choices=["online", "offline"], help="run this class only")
+    group.add_argument("--only", choices=["online", "offline"], help="run this class only")
     group.add_argument(
         "--offline-mode", default="batch", choices=["batch", "flex"], help="batch jobs, or requests with a service tier"
     )
@@ -142,17 +130,14 @@ def _offline(command: argparse.ArgumentParser) -> None:
     group.add_argument("--offline-service-tier", default="flex", help="flex: service tier of requests; none: unset")
     group.add_argument("--poll-interval", type=float, default=1.0, help="batch: interval of polls, seconds")
     group.add_argument(
-        "--wait-offline",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="continue the run until the jobs are done",
+        "--wait-offline", action=argparse.BooleanOptionalAction, help="continue the run until the jobs are done"
     )
 
 
 def add_lines(group: argparse._ArgumentGroup) -> None:
     """Add the flags of the batch jobs."""
-    group.add_argument("--offline-lines", type=int, default=None, help="number of lines per job")
-    group.add_argument("--offline-trace", type=Path, default=None, help="lengths or prompts of the offline lines")
+    group.add_argument("--offline-lines", type=int, help="number of lines per job")
+    group.add_argument("--offline-trace", type=Path, help="lengths or prompts of the offline lines")
     group.add_argument("--completion-window", default="24h", help="batch: completion window")
 
 
@@ -166,79 +151,48 @@ def _windows(command: argparse.ArgumentParser) -> None:
 def _output(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("output")
     group.add_argument("--result-dir", type=Path, default=Path("bench-results"), help="parent folder of run folders")
-    group.add_argument("--output", type=Path, default=None, help="run folder; default: a new one in --result-dir")
+    group.add_argument("--output", type=Path, help="run folder; default: a new one in --result-dir")
     group.add_argument("--label", default="", help="label in the summary")
     group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="metadata in the summary")
     group.add_argument("--disable-tqdm", "--quiet", dest="quiet", action="store_true", help="no progress line")
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The parsed flags, from which every run of a sweep is made."""
-
-    args: argparse.Namespace
-    target: Target
-    options: Options
-    ids: TokenIds
-    slo: Slo
-    salt: int
-    extra_body: dict[str, Any]
-
-    def workload(self) -> Workload:
-        """Build the workload."""
-        made = workloads.build(name_of(self.args), self.options)
-        made = workloads.clipped(made, self.args.length_scale, self.args.max_model_len)
-        if self.args.only == "online":
-            made = replace(made, jobs=())
-        if self.args.only == "offline":
-            made = replace(made, online=None, closed_loop=False, horizon=self.options.duration)
-        if made.online is None and not made.jobs:
-            raise InputError("the workload has no requests of this class; set --offline-lines or leave out --only")
-        return made
-
-    def windows(self, made: Workload) -> Windows:
-        """Return the windows over a workload's schedule. Raise InputError if they leave nothing to measure."""
-        return Windows(self.args.warmup, self.args.cooldown, self.args.drain, made.horizon)
-
-    def plan(self, made: Workload, session: "Session") -> Plan:
-        """Return the plan of a run."""
-        args = self.args
-        jobs = tuple(replace(job, completion_window=args.completion_window) for job in made.jobs)
-        tier = None if args.offline_service_tier == "none" else args.offline_service_tier
-        return Plan(
-            target=session.target,
-            online=made.online,
-            closed_loop=made.closed_loop,
-            max_concurrency=args.max_concurrency,
-            jobs=jobs,
-            offline_mode=args.offline_mode if jobs else "none",
-            offline_concurrency=args.offline_concurrency,
-            offline_tier=tier,
-            wait_offline=made.wait_offline if args.wait_offline is None else args.wait_offline,
-            poll_every=args.poll_interval,
-            windows=self.windows(made),
-            source=session.source,
-            seed=args.seed,
-            salt=self.salt,
-            ignore_eos=args.ignore_eos,
-            continuous_usage=args.continuous_usage,
-            extra_body=self.extra_body,
-        )
-
-
-def setup(args: argparse.Namespace) -> Setup:
-    """Parse and check the flags of `run` and `sweep`. Raise InputError for invalid values."""
+def workload(args: argparse.Namespace) -> Workload:
+    """Check the flags and build the workload. Raise InputError for invalid values."""
     _check(args)
+    chosen = options(args)
+    made = workloads.clipped(workloads.build(name_of(args), chosen), args.length_scale, args.max_model_len)
+    if args.only == "online":
+        made = replace(made, jobs=())
+    if args.only == "offline":
+        made = replace(made, online=None, closed_loop=False, horizon=chosen.duration)
+    if made.online is None and not made.jobs:
+        raise InputError("the workload has no requests of this class; set --offline-lines or leave out --only")
+    return made
+
+
+def plan(args: argparse.Namespace, made: Workload) -> Plan:
+    """Return the plan of a run, before the server is asked for its model. Raise InputError for invalid values."""
     low, _, high = args.token_id_range.partition(":")
     if not (low.isdigit() and high.isdigit()):
         raise InputError(f"--token-id-range must be LOW:HIGH, not {args.token_id_range}")
-    return Setup(
-        args=args,
+    return Plan(
         target=target(args),
-        options=options(args),
-        ids=TokenIds(int(low), int(high)),
-        slo=Slo.parse(args.goodput),
+        online=made.online,
+        closed_loop=made.closed_loop,
+        max_concurrency=args.max_concurrency,
+        jobs=tuple(replace(job, completion_window=args.completion_window) for job in made.jobs),
+        offline_mode=args.offline_mode if made.jobs else "none",
+        offline_concurrency=args.offline_concurrency,
+        offline_tier=None if args.offline_service_tier == "none" else args.offline_service_tier,
+        wait_offline=made.wait_offline if args.wait_offline is None else args.wait_offline,
+        poll_every=args.poll_interval,
+        windows=Windows(args.warmup, args.cooldown, args.drain, made.horizon),
+        source=TokenIds(int(low), int(high)),
+        seed=args.seed,
         salt=secrets.randbits(31) if args.salt is None else args.salt,
+        ignore_eos=args.ignore_eos,
+        continuous_usage=args.continuous_usage,
         extra_body=_extra_body(args.extra_body),
     )
 
@@ -291,7 +245,6 @@ def target(args: argparse.Namespace) -> Target:
 
 
 def options(args: argparse.Namespace) -> Options:
-    """Return the options of the workload."""
     process, cv = _process(args)
     curve = parse_curve(args.rate_curve) if args.rate_curve else None
     if curve is not None and args.request_rate is not None and math.isfinite(args.request_rate):
@@ -342,18 +295,9 @@ def _extra_body(text: str) -> dict[str, Any]:
 
 
 def name_of(args: argparse.Namespace, default: str = "random") -> str:
-    """Return the name of the workload."""
     if args.workload is not None:
         return str(args.workload)
     return "trace" if args.trace else default
-
-
-def needs_calibration(made: Workload) -> bool:
-    """Return whether any prompt must be generated because the trace has no text for it."""
-    traces: list[Trace] = [job.lines for job in made.jobs]
-    if made.online is not None:
-        traces.append(made.online)
-    return any(not trace.content or any(not (c.text or c.messages) for c in trace.content) for trace in traces)
 
 
 def describe(made: Workload, plan: Plan) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.arrivals import Process, RateCurve, constant_rate, schedule
+from loadgen.arrivals import RateCurve, constant_rate, schedule
 from loadgen.stats import stream
 from loadgen.traces import Trace, build, read
 
@@ -26,7 +26,7 @@ class Lengths:
 
     inputs: tuple[float, ...]
     outputs: tuple[float, ...]
-    file: str = ""
+    file: str
 
 
 AZURE_CONV = Lengths(
@@ -83,20 +83,17 @@ def arrivals(lengths: Lengths, seed: int, data: Path | None) -> Trace:
     if path is not None:
         return read(path).noted(f"arrivals and lengths: {path.name}")
     random = stream(seed, "arrivals")
-    curve, process, cv, what = _shape(lengths, random)
-    span = curve.period if what else TRACE_SPAN
-    times = schedule(curve, process, random, duration=span, cv=cv)
+    if lengths is AZURE_CODE:
+        curve, what = on_off(random), "on-off with 56 % idle 10-s bins"
+        span, times = curve.period, schedule(curve, "poisson", random, duration=curve.period)
+    else:
+        span, what = TRACE_SPAN, "gamma CV 1.09"
+        times = schedule(constant_rate(5.53), "gamma", random, duration=span, cv=1.09)
     drawn = stream(seed, "lengths")
     sizes = draw(lengths.inputs, len(times), drawn), draw(lengths.outputs, len(times), drawn)
     trace = Trace(times, *sizes, span=span)
     name = lengths.file.split(".")[0]
-    return trace.noted(f"arrivals and lengths: SYNTHETIC, {what or f'gamma CV {cv:g}'}, with the quantiles of {name}")
-
-
-def _shape(lengths: Lengths, random: np.random.Generator) -> tuple[RateCurve, Process, float, str]:
-    if lengths is AZURE_CODE:
-        return on_off(random), "poisson", 1.0, "on-off with 56 % idle 10-s bins"
-    return constant_rate(5.53), "gamma", 1.09, ""
+    return trace.noted(f"arrivals and lengths: SYNTHETIC, {what}, with the quantiles of {name}")
 
 
 def on_off(random: np.random.Generator) -> RateCurve:
@@ -120,5 +117,5 @@ def on_off(random: np.random.Generator) -> RateCurve:
 
 
 def _file(lengths: Lengths, data: Path | None) -> Path | None:
-    path = data / lengths.file if data is not None and lengths.file else None
+    path = None if data is None else data / lengths.file
     return path if path is not None and path.is_file() else None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from loadgen import InputError
 from loadgen.records import ClientSample, JobRecord, Records, RequestRecord
-from loadgen.stats import describe, wilson
+from loadgen.stats import spread, wilson
 
 Floats = NDArray[np.float64]
 LIMITS = ("ttft", "tbt_p99", "tpot", "e2e", "normalized_ttft")
@@ -47,10 +47,6 @@ class Slo:
             limits.append((name, limit))
         return cls(tuple(limits))
 
-    def limit(self, name: str) -> float | None:
-        """Return the limit on `name`, seconds, or None."""
-        return dict(self.limits).get(name)
-
     def good(self, record: RequestRecord) -> bool:
         """Return whether the request succeeded and kept every limit."""
         values = ((name, getattr(record, name), limit) for name, limit in self.limits)
@@ -60,12 +56,6 @@ class Slo:
 def in_window(records: Sequence[RequestRecord], start: float, end: float) -> list[RequestRecord]:
     """Return the requests scheduled in [start, end]. The end is included because some schedules end with an arrival."""
     return [record for record in records if start <= record.scheduled_at <= end]
-
-
-def spread(values: Sequence[float | None], name: str) -> dict[str, float | None]:
-    """Return `{name_mean, name_p50, name_p99}` of the values that are not None."""
-    found = describe([value for value in values if value is not None])
-    return {f"{name}_{key}": value for key, value in found.items()}
 
 
 def _of(name: str, *, ok: bool = False) -> Callable[[Sequence[RequestRecord]], Sequence[float | None]]:
@@ -95,13 +85,11 @@ LATENCIES = (
 
 def latencies(chosen: Sequence[RequestRecord]) -> dict[str, Any]:
     """Return latency statistics of a set of requests, and the number of values behind each."""
-    found: dict[str, Any] = {}
-    counts: dict[str, int] = {}
-    for each in LATENCIES:
-        values = [value for value in each.values(chosen) if value is not None]
-        found |= spread(values, each.name)
-        counts[each.name] = len(values)
-    return found | {"counts": counts}
+    values = {each.name: [value for value in each.values(chosen) if value is not None] for each in LATENCIES}
+    found: dict[str, Any] = {"counts": {name: len(counted) for name, counted in values.items()}}
+    for name, counted in values.items():
+        found |= spread(name, counted)
+    return found
 
 
 def token_events(record: RequestRecord) -> tuple[Floats, Floats, Floats]:
@@ -251,7 +239,7 @@ def honesty(
     """Return the `honesty` section of a summary and the reasons why the run is invalid; none if it is valid."""
     online = in_window([record for record in records.requests if record.service_class == "online"], *window)
     found: dict[str, Any] = {
-        **spread([record.lag for record in online], "send_lag"),
+        **spread("send_lag", [record.lag for record in online if record.lag is not None]),
         **({} if closed_loop else rates(online)),
         "client_cpu": client_cpu(records.samples, window),
         "closed_loop": closed_loop,
@@ -318,7 +306,7 @@ def silent_tokens(record: RequestRecord) -> int:
 def reasons(found: dict[str, Any], slo: Slo) -> list[str]:
     """Return the reasons why the run is invalid."""
     listed = []
-    lag, limit = found.get("send_lag_p99"), slo.limit("ttft")
+    lag, limit = found.get("send_lag_p99"), dict(slo.limits).get("ttft")
     if lag is not None and lag > MAX_LAG:
         listed.append(f"P99 send lag {lag * 1e3:.1f} ms is over {MAX_LAG * 1e3:g} ms")
     elif lag is not None and limit is not None and lag > MAX_LAG_SHARE * limit:

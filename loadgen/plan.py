@@ -199,10 +199,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A batch job."""
-
     lines: Trace
-    submit_at: float = 0.0  # seconds after the start
     completion_window: str = "24h"
 
 
@@ -221,7 +218,7 @@ class Plan:
     wait_offline: bool = False  # run until the offline work is done, instead of stopping it after the drain
     poll_every: float = 1.0
     windows: Windows = field(default_factory=Windows)
-    source: Source | None = None
+    source: Source = TokenIds()
     seed: int = 0
     salt: int = 0
     ignore_eos: bool = True
@@ -230,9 +227,6 @@ class Plan:
     offline_body: dict[str, Any] = field(default_factory=dict)  # additional fields of flex requests
 
     def maker(self) -> PromptMaker:
-        """Return the prompt maker of this run."""
-        if self.source is None:
-            raise InputError("the plan has no prompt source")
         return PromptMaker(self.source, "chat" if self.target.chat else "completions", self.seed, self.salt)
 
     def body(self, maker: PromptMaker, trace: Trace, row: int, index: int) -> dict[str, Any]:
@@ -249,11 +243,12 @@ class Plan:
         return {"stream": True, "stream_options": options}
 
     @property
+    def draws_prompts(self) -> bool:
+        """Whether a prompt must be generated because its trace has no text for it."""
+        traces = [job.lines for job in self.jobs] + ([] if self.online is None else [self.online])
+        return any(not trace.content or any(not (c.text or c.messages) for c in trace.content) for trace in traces)
+
+    @property
     def offline_lines(self) -> int:
         """Total number of lines of all jobs."""
         return sum(len(job.lines) for job in self.jobs)
-
-
-def joined(jobs: tuple[Job, ...]) -> list[tuple[Trace, int]]:
-    """Return all offline lines as (trace, row), in the order of the jobs, for flex mode."""
-    return [(job.lines, int(row)) for job in jobs for row in np.arange(len(job.lines))]

@@ -5,7 +5,7 @@ Times are seconds since the start of the run on a monotonic clock, or on the vir
 
 import gzip
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,8 +112,6 @@ class JobPoll:
 
 @dataclass(slots=True)
 class JobRecord:
-    """Record of a batch job."""
-
     index: int
     lines: int
     created_at: float | None = None
@@ -179,21 +177,7 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def from_line(line: bytes) -> RequestRecord:
-    """Parse a line of `to_line`; unknown names, of a later version, are ignored."""
-    row = orjson.loads(line)
-    row["service_class"] = row.pop("class")
-    known = {item.name for item in fields(RequestRecord)}
-    return RequestRecord(**{key: value for key, value in row.items() if key in known})
-
-
 def save(records: Iterable[RequestRecord], path: Path) -> None:
     """Write `requests.jsonl.gz`."""
     with gzip.open(path, "wb", compresslevel=4) as stream:
         stream.writelines(map(to_line, records))
-
-
-def load(path: Path) -> list[RequestRecord]:
-    """Read `requests.jsonl.gz`."""
-    with gzip.open(path, "rb") as stream:
-        return [from_line(line) for line in stream]

@@ -10,11 +10,10 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
@@ -32,33 +31,16 @@ UNITS = "seconds, tokens, tokens/s, requests/s; shares are 0 to 1"
 SECRETS = ("--api-key", "--header")
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """Description of a run in its summary."""
-
-    command: str
-    server: dict[str, Any]
-    device: str
-    workload: dict[str, Any]
-    label: str = ""
-    metadata: tuple[tuple[str, str], ...] = ()
-
-
-def summarise(found: Records, plan: Plan, slo: Slo, about: About) -> dict[str, Any]:
-    """Return the summary of a run."""
+def summarise(found: Records, plan: Plan, slo: Slo, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary of a run. `about` has the sections that the records and the plan do not determine."""
     window = plan.windows.measured(found.ended_at if plan.windows.horizon is not None else found.last_event)
     honest, invalid = honesty(found, window, slo, closed_loop=plan.closed_loop)
     return {
         "schema_version": SCHEMA_VERSION,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": about.command,
-        "label": about.label,
-        "metadata": dict(about.metadata),
+        **about,
         "seeds": {"seed": plan.seed, "salt": plan.salt},
-        "server": about.server,
-        "device": about.device,
         "client": {"python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count()},
-        "workload": about.workload,
         "units": UNITS,
         **run_metrics(found, window, slo),
         "honesty": honest,
@@ -83,14 +65,10 @@ def command_line(arguments: Sequence[str]) -> str:
 def write(path: Path, summary: dict[str, Any], found: Records) -> None:
     """Write the three files into `path`, which is created if missing."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "summary.json").write_bytes(to_json(summary))
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+    (path / "summary.json").write_bytes(orjson.dumps(summary, option=options))
     save(found.requests, path / "requests.jsonl.gz")
     write_timeline(timeline(found), path / "timeline.csv")
-
-
-def to_json(summary: dict[str, Any]) -> bytes:
-    """Return a summary as indented JSON."""
-    return orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 
 def default_folder(root: Path, name: str) -> Path:
@@ -117,27 +95,21 @@ COLUMNS = (
 )
 
 
-class Table(NamedTuple):
-    """A table of the report. `columns` is empty for a table without a header."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Iterable[Any]]
+Table = tuple[str, Sequence[str], Sequence[Iterable[Any]]]
+"""(title, columns, rows) of a table. The columns are empty for a table without a header."""
 
 
-def tables(summary: Mapping[str, Any]) -> list[Table]:
-    """Return the tables of a run; those without rows are left out."""
-    workload, server = summary["workload"]["name"], summary["server"].get("model", "")
-    found = [Table(f"{workload} on {server}", (), _headline(summary)), Table("", (), _failures(summary["online"]))]
+def tables(summary: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield the tables of a run; some may have no rows."""
+    yield f"{summary['workload']['name']} on {summary['server'].get('model', '')}", (), _headline(summary)
+    yield "", (), [(f"failed {count} times", message) for message, count in summary["online"]["errors"].items()]
     for name in ("online", "offline"):
         if summary[name]["requests"]:
-            columns = ("", "mean", "P50", "P99", "n")
-            found.append(Table(f"Latency, {name}", columns, _latencies(summary[name])))
+            yield f"Latency, {name}", ("", "mean", "P50", "P99", "n"), _latencies(summary[name])
     jobs = [_job(job) for job in summary["offline"]["jobs"]]
     keys = dict.fromkeys(key for job in jobs for key in job)
-    found.append(Table("Batch jobs", (), [(key, *(job.get(key, "") for job in jobs)) for key in keys]))
-    found.append(Table("Validity of the client", (), list(_honesty(summary["honesty"]).items())))
-    return [table for table in found if table.rows]
+    yield "Batch jobs", (), [(key, *(job.get(key, "") for job in jobs)) for key in keys]
+    yield "Validity of the client", (), list(_honesty(summary["honesty"]).items())
 
 
 def plain(value: Any) -> str:
@@ -177,10 +149,6 @@ def _headline(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _failures(online: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(f"failed {count} times", message) for message, count in online["errors"].items()]
-
-
 def _latencies(section: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Return title, mean, P50, P99 and number of values of each latency."""
     lines = []
@@ -194,8 +162,6 @@ def _latencies(section: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 def _honesty(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the honesty section of the summary with units, for a table."""
-    if not found:
-        return {}
     lengths = found["lengths"]
     lag = ", ".join(f"{key} {_value(found[f'send_lag_{key}'], 1e3)}" for key in ("p50", "p99"))
     rate = {"requests/s achieved, intended": f"{_value(found['achieved_rate'])}, {_value(found['intended_rate'])}"}
@@ -227,7 +193,11 @@ def timeline(records: Records) -> dict[str, Floats]:
     for job in records.jobs:
         times, tokens = job_curve(job)
         columns["offline_tokens"] += np.diff(np.interp(edges, times, tokens))
-    _client(records, edges, columns)
+    if samples := records.samples:
+        at = np.array([sample.at for sample in samples])
+        columns["online_open"] = np.interp(edges[:-1], at, [sample.online_open for sample in samples]).round()
+        columns["offline_open"] = np.interp(edges[:-1], at, [sample.offline_open for sample in samples]).round()
+        columns["client_cpu"] = np.diff(np.interp(edges, at, [sample.cpu for sample in samples])) / np.diff(edges)
     return columns
 
 
@@ -236,19 +206,7 @@ def _histogram(times: Floats, edges: Floats, weights: Floats | None = None) -> F
     return np.histogram(times, edges, weights=weights)[0].astype(np.float64)
 
 
-def _client(records: Records, edges: Floats, columns: dict[str, Floats]) -> None:
-    """Fill the columns of open requests and of CPU."""
-    samples = records.samples
-    if not samples:
-        return
-    at = np.array([sample.at for sample in samples])
-    columns["online_open"] = np.interp(edges[:-1], at, [sample.online_open for sample in samples]).round()
-    columns["offline_open"] = np.interp(edges[:-1], at, [sample.offline_open for sample in samples]).round()
-    columns["client_cpu"] = np.diff(np.interp(edges, at, [sample.cpu for sample in samples])) / np.diff(edges)
-
-
 def write_timeline(columns: dict[str, Floats], path: Path) -> None:
-    """Write `timeline.csv`."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(COLUMNS)
@@ -285,7 +243,6 @@ class LiveLine:
         self._stream.flush()
 
     def line(self, progress: Progress) -> str:
-        """Return the text of the line."""
         total = f"/{self._horizon:.0f}" if self._horizon else ""
         parts = [f"{max(0.0, progress.at):.0f}{total} s"]
         if progress.scheduled:
@@ -307,10 +264,11 @@ def show(tables: Iterable[Table]) -> None:
     """Print tables. A value of None is shown as `-`."""
     # Created at each use, because a test may have replaced the standard output.
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
-    for each in tables:
-        table = RichTable(title=each.title, show_header=bool(each.columns))
-        for column in each.columns:
+    for title, columns, rows in tables:
+        table = RichTable(title=title, show_header=bool(columns))
+        for column in columns:
             table.add_column(column, justify="right" if column else "left")
-        for row in each.rows:
+        for row in rows:
             table.add_row(*("-" if value is None else plain(value) for value in row))
-        console.print(table, markup=False)
+        if rows:
+            console.print(table, markup=False)

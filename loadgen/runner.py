@@ -3,7 +3,7 @@ execution of its plan.
 
 Open loop: every request is sent at its absolute time, regardless of the server. Closed loop: a request starts when a
 slot is free. Offline work runs concurrently, as batch jobs or flex requests. Ctrl-C stops the run and keeps its
-records. Tests may replace clock and sender.
+records.
 """
 
 import asyncio
@@ -11,11 +11,12 @@ import contextlib
 import gc
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import orjson
+import uvloop
 
 from loadgen import ServerError
 from loadgen.client import Client, JobRun, describe_server, error_message, job_lines, wait_ready
@@ -24,34 +25,18 @@ from loadgen.plan import (
     FIRST_OFFLINE,
     WORDS,
     Plan,
-    Source,
-    Target,
-    TokenIds,
     WordCosts,
-    joined,
     output_fields,
     window_seconds,
 )
-from loadgen.records import ClientSample, JobRecord, Records, RequestRecord
+from loadgen.records import Class, ClientSample, JobRecord, Records, RequestRecord
 from loadgen.traces import Content, Trace
 
 SAMPLE_EVERY = 1.0
 
 
-class Clock(Protocol):
-    """Clock of a run."""
-
-    def now(self) -> float:
-        """Return seconds since the start; negative before it."""
-        ...
-
-    async def sleep_until(self, when: float) -> None:
-        """Return at `when`, or at once if it has passed; never early."""
-        ...
-
-
 class MonotonicClock:
-    """The machine's monotonic clock, zero at the epoch given to `start` and equal in all processes of a machine."""
+    """Clock of a run: seconds since the epoch given to `start`, equal in all processes of a machine."""
 
     def __init__(self) -> None:
         self._epoch = time.monotonic()
@@ -70,9 +55,6 @@ class MonotonicClock:
             await asyncio.sleep(left - 0.001 if left > 0.002 else 0)
 
 
-Send = Callable[[bytes, RequestRecord], Awaitable[None]]
-
-
 @dataclass(slots=True)
 class Progress:
     """Counters for the progress line."""
@@ -89,13 +71,12 @@ class Progress:
 class Run:
     """A run. `execute` returns the records, also after `stop`."""
 
-    def __init__(self, plan: Plan, clock: Clock, client: Client | None, send: Send | None = None) -> None:
+    def __init__(self, plan: Plan, clock: MonotonicClock, client: Client) -> None:
         self.plan = plan
         self.clock = clock
         self.client = client
         self.records = Records()
         self.progress = Progress(scheduled=len(plan.online) if plan.online else 0, offline_lines=plan.offline_lines)
-        self._send = send or (client.send if client else None)
         self._maker = plan.maker()
         # Input files are built before the clock starts, because building one could delay a request.
         self._files = self._job_files() if plan.offline_mode == "batch" else []
@@ -113,9 +94,16 @@ class Run:
         sampler = asyncio.create_task(self._sample())
         online = asyncio.create_task(self._online())
         offline = asyncio.create_task(self._offline())
+        has_online, horizon = self.plan.online is not None, self.plan.windows.horizon
+        drained = horizon + self.plan.windows.drain if has_online and horizon is not None else None
+        to_the_end = self.plan.wait_offline if has_online else horizon is None
         try:
-            await self._online_end(online)
-            await self._offline_end(offline, wait=self.plan.wait_offline or self.plan.online is None)
+            await self._wait(online, drained)
+            if online.done():
+                online.result()
+            await self._wait(offline, None if to_the_end else horizon or 0.0)
+            self._stop_offline.set()
+            await offline
         finally:
             for task in (online, offline, sampler):
                 task.cancel()
@@ -125,25 +113,12 @@ class Run:
         self.records.ended_at = max(0.0, self.clock.now())
         return self.records
 
-    async def _online_end(self, online: asyncio.Task[None]) -> None:
-        """Wait for the online requests, until the drain is over or the run is stopped."""
-        windows = self.plan.windows
-        horizon = windows.horizon
+    async def _wait(self, task: asyncio.Task[None], until: float | None) -> None:
+        """Wait for the task, at most until a time of the clock, or until the run is stopped."""
         limits: list[asyncio.Task[Any]] = [asyncio.create_task(self._stop.wait())]
-        if horizon is not None and self.plan.online is not None:
-            limits.append(asyncio.create_task(self.clock.sleep_until(horizon + windows.drain)))
-        await _first(online, *limits)
-        if online.done():
-            online.result()
-
-    async def _offline_end(self, offline: asyncio.Task[None], *, wait: bool) -> None:
-        limits: list[asyncio.Task[Any]] = [asyncio.create_task(self._stop.wait())]
-        horizon = self.plan.windows.horizon
-        if not wait or (self.plan.online is None and horizon is not None):
-            limits.append(asyncio.create_task(self.clock.sleep_until(horizon or 0.0)))
-        await _first(offline, *limits)
-        self._stop_offline.set()
-        await offline
+        if until is not None:
+            limits.append(asyncio.create_task(self.clock.sleep_until(until)))
+        await _first(task, *limits)
 
     async def _online(self) -> None:
         trace = self.plan.online
@@ -179,18 +154,16 @@ class Run:
         self.progress.failed += not record.ok
 
     async def _deliver(self, record: RequestRecord, body: bytes) -> None:
-        if self._send is None:
-            raise RuntimeError("a run needs a client or a sender")
         self._open[record.service_class] += 1
         try:
-            await self._send(body, record)
+            await self.client.send(body, record)
         finally:
             self._open[record.service_class] -= 1
 
-    def _record(self, trace: Trace, row: int, index: int, service_class: str) -> RequestRecord:
+    def _record(self, trace: Trace, row: int, index: int, service_class: Class) -> RequestRecord:
         return RequestRecord(
             index=index,
-            service_class="online" if service_class == "online" else "offline",
+            service_class=service_class,
             scheduled_at=round(float(trace.arrived_at[row]), 6),
             input_asked=int(trace.input_tokens[row]),
             output_asked=int(trace.output_tokens[row]),
@@ -212,24 +185,21 @@ class Run:
 
     async def _flex(self) -> None:
         """Keep a fixed number of offline requests open until the lines run out or offline work is stopped."""
-        lines = joined(self.plan.jobs)
-        order = iter(range(len(lines)))
+        rows = ((job.lines, row) for job in self.plan.jobs for row in range(len(job.lines)))
         await self.clock.sleep_until(0.0)
-        work = asyncio.create_task(self._feed_all(lines, order))
+        work = asyncio.create_task(self._feed_all(enumerate(rows, FIRST_OFFLINE)))
         await _first(work, asyncio.create_task(self._stop_offline.wait()))
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await work
 
-    async def _feed_all(self, lines: list[tuple[Trace, int]], order: Iterator[int]) -> None:
+    async def _feed_all(self, lines: Iterator[tuple[int, tuple[Trace, int]]]) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(max(1, self.plan.offline_concurrency)):
-                group.create_task(self._feed(lines, order))
+                group.create_task(self._feed(lines))
 
-    async def _feed(self, lines: list[tuple[Trace, int]], order: Iterator[int]) -> None:
-        for number in order:
-            trace, row = lines[number]
-            index = FIRST_OFFLINE + number
+    async def _feed(self, lines: Iterator[tuple[int, tuple[Trace, int]]]) -> None:
+        for index, (trace, row) in lines:
             record = self._record(trace, row, index, "offline")
             body = self._encode(trace, row, index, self.plan.offline_tier, **self.plan.offline_body)
             record.scheduled_at = self.clock.now()
@@ -251,14 +221,11 @@ class Run:
 
     async def _job(self, number: int) -> None:
         job = self.plan.jobs[number]
-        client = self.client
-        if client is None:
-            raise RuntimeError("batch jobs need a client")
         record = JobRecord(number, len(job.lines), completion_window=window_seconds(job.completion_window))
         record.output_asked = int(job.lines.output_tokens.sum())
         self.records.jobs.append(record)
-        await self.clock.sleep_until(job.submit_at)
-        run = JobRun(client, record, now=self.clock.now, poll_every=self.plan.poll_every, stop=self._stop_offline)
+        await self.clock.sleep_until(0.0)
+        run = JobRun(self.client, record, now=self.clock.now, poll_every=self.plan.poll_every, stop=self._stop_offline)
         await run.run(self._files[number], self.plan.target.endpoint, job.completion_window)
 
     async def _sample(self) -> None:
@@ -294,19 +261,9 @@ SHOW_EVERY = 0.5
 Show = Callable[[Progress], None]
 
 
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """Return uvloop's event loop factory if it is installed, else asyncio's."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
-
-
 def execute(plan: Plan, show: Show) -> Records:
     """Run the plan and return the records. `show` is called about twice per second."""
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run_plan(plan, show, lambda: time.monotonic() + LEAD))
 
 
@@ -340,47 +297,33 @@ REPEATS = 8
 PromptMode = Literal["auto", "ids", "text"]
 Probe = Callable[[str], Awaitable[int]]
 """Send a text and return `usage.prompt_tokens`."""
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A prepared server."""
-
-    target: Target  # with the model filled in
-    source: Source
-    server: dict[str, Any]  # `server` section of a summary
 
 
 def prepare(
-    target: Target,
-    mode: PromptMode,
-    ids: TokenIds,
-    ready_within: float,
-    *,
-    calibrate: bool,
-    say: Callable[[str], None] = lambda _: None,
-) -> Session:
-    """Wait for the server and collect the data for a plan. Raise ServerError if the server cannot be measured.
+    plan: Plan, mode: PromptMode, ready_within: float, num_warmups: int, say: Callable[[str], None]
+) -> tuple[Plan, dict[str, Any]]:
+    """Wait for the server, complete the plan's model and source of prompts, and send warm-up requests.
 
-    `calibrate` sends probes for text prompts; it is not needed if the trace has the text of every prompt.
+    Return the plan and the `server` section of a summary. Raise ServerError if the server cannot be measured. Text
+    prompts need probes, unless the trace has the text of every prompt.
     """
 
-    async def work(client: Client) -> Session:
-        await wait_ready(client, ready_within, say)
-        about = await describe_server(client)
-        chosen = replace(target, model=target.model or about["model"])
-        if not chosen.model:
-            raise ServerError("the server lists no model; set --model")
-        client.target = chosen
-        source: Source = ids
-        if calibrate and (mode == "text" or (mode == "auto" and chosen.chat)):
-            source = await word_costs(probe(client))
-        return Session(
-            chosen, source, {"base_url": chosen.base_url, "endpoint": chosen.endpoint, **about, "model": chosen.model}
-        )
+    async def work() -> tuple[Plan, dict[str, Any]]:
+        async with Client(plan.target, time.monotonic) as client:
+            await wait_ready(client, ready_within, say)
+            about = await describe_server(client)
+            client.target = target = replace(plan.target, model=plan.target.model or about["model"])
+            if not target.model:
+                raise ServerError("the server lists no model; set --model")
+            source = plan.source
+            if plan.draws_prompts and (mode == "text" or (mode == "auto" and target.chat)):
+                source = await word_costs(probe(client))
+            made = replace(plan, target=target, source=source)
+            await warm_up(client, made, num_warmups, about["models"])
+        return made, {"base_url": target.base_url, "endpoint": target.endpoint, **about, "model": target.model}
 
-    return _with_client(target, work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work())
 
 
 def probe(client: Client) -> Probe:
@@ -438,27 +381,22 @@ def _text(words: Sequence[str]) -> str:
     return ANCHOR + "".join(f" {word}" for word in words)
 
 
-def warm_up(plan: Plan, count: int, listed: Sequence[str] = ()) -> None:
+async def warm_up(client: Client, plan: Plan, count: int, listed: Sequence[str]) -> None:
     """Send `count` small requests of the plan's kind, one after another. Raise ServerError if one fails.
 
     `listed` has the models of the server, for the error message if the plan's model is unknown.
     """
-
-    async def work(client: Client) -> None:
-        maker = plan.maker()
-        for number in range(count):
-            # Warm-up requests have indices of their own, so that no measured prompt is in the prefix cache.
-            prompt = maker.fields((1 << 30) + number, 32, Content())
-            length = output_fields(4, ignore_eos=plan.ignore_eos)  # as in the run, to detect refused fields
-            body = {"model": client.target.model, **prompt, **length, "temperature": 0.0, **plan.extra_body}
-            record = RequestRecord(number, "online", 0.0, 32, 4)
-            await client.send(orjson.dumps(body | plan.stream_fields()), record)
-            if record.outcome not in ("ok", "empty"):
-                hint = _hint(record, client.target.model, listed)
-                raise ServerError(f"a warm-up request failed ({record.outcome}): {record.status} {record.error}{hint}")
-
-    if count:
-        _with_client(plan.target, work)
+    maker = plan.maker()
+    for number in range(count):
+        # Warm-up requests have indices of their own, so that no measured prompt is in the prefix cache.
+        prompt = maker.fields((1 << 30) + number, 32, Content())
+        length = output_fields(4, ignore_eos=plan.ignore_eos)  # as in the run, to detect refused fields
+        body = {"model": client.target.model, **prompt, **length, "temperature": 0.0, **plan.extra_body}
+        record = RequestRecord(number, "online", 0.0, 32, 4)
+        await client.send(orjson.dumps(body | plan.stream_fields()), record)
+        if record.outcome not in ("ok", "empty"):
+            hint = _hint(record, client.target.model, listed)
+            raise ServerError(f"a warm-up request failed ({record.outcome}): {record.status} {record.error}{hint}")
 
 
 def _hint(record: RequestRecord, model: str, listed: Sequence[str]) -> str:
@@ -467,12 +405,3 @@ def _hint(record: RequestRecord, model: str, listed: Sequence[str]) -> str:
     if record.status in (400, 404) and listed and model not in listed:
         return f"; the server has no model {model}, set --model to one of {', '.join(map(str, listed))}"
     return ""
-
-
-def _with_client(target: Target, work: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
-    async def main() -> T:
-        async with Client(target, time.monotonic) as client:
-            return await work(client)
-
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(main())

@@ -5,6 +5,8 @@ All percentiles are nearest rank, so that every percentile is a measured value a
 
 import math
 import zlib
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -27,22 +29,18 @@ def nearest_rank(values: ArrayLike, percent: float) -> float:
     array = np.sort(np.asarray(values, dtype=np.float64))
     if array.size == 0:
         raise ValueError("a percentile of no values")
-    return float(array[rank_index(array.size, percent)])
-
-
-def rank_index(count: int, percent: float) -> int:
-    """Return the index of the nearest-rank percentile in a sorted array of `count` values."""
     # 99 % of 100 is 99.00000000000001 in binary floating point: round before taking the ceiling.
-    return min(count - 1, max(0, math.ceil(round(percent * count / 100.0, 9)) - 1))
+    rank = math.ceil(round(percent * array.size / 100.0, 9))
+    return float(array[min(array.size, max(1, rank)) - 1])
 
 
-def describe(values: ArrayLike) -> dict[str, float | None]:
-    """Return `{"mean", "p50", "p99"}` of the values; all None if there are no values."""
+def spread(name: str, values: ArrayLike, percents: Sequence[int] = (50, 99), empty: float | None = None) -> Any:
+    """Return `{name_mean, name_p50, ...}` of the values, `empty` for each if there are no values."""
     array = np.sort(np.asarray(values, dtype=np.float64))
-    if array.size == 0:
-        return dict.fromkeys(("mean", "p50", "p99"))
-    p50, p99 = (float(array[rank_index(array.size, percent)]) for percent in (50.0, 99.0))
-    return {"mean": float(array.mean()), "p50": p50, "p99": p99}
+    if not array.size:
+        return dict.fromkeys((f"{name}_mean", *(f"{name}_p{percent}" for percent in percents)), empty)
+    ranks = {f"{name}_p{percent}": nearest_rank(array, percent) for percent in percents}
+    return {f"{name}_mean": float(array.mean()), **ranks}
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:

@@ -201,8 +201,8 @@ ENOUGH_STAMPS = 10
 MAX_TOKENS = 1 << 31
 Row = Mapping[str, Any]
 Reader = Callable[[Sequence[Row]], Trace]
-Item = tuple[Content, int, float | None]
-"""(prompt, output tokens, arrival time in seconds or None)."""
+Item = tuple[Content, int, int, float | None]
+"""(prompt, prompt tokens, output tokens, arrival time in seconds or None)."""
 T = TypeVar("T")
 
 ESTIMATED = "input lengths are estimates (4 characters per token); the text is sent, and usage gives the true counts"
@@ -283,23 +283,12 @@ def _json_lines(text: str) -> list[Row]:
     return rows
 
 
-def _column(rows: Sequence[Row], name: str, convert: Callable[[Any], float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    values = np.empty(len(rows))
-    for index, row in enumerate(rows):
-        try:
-            values[index] = convert(row[name])
-        except (KeyError, TypeError, ValueError, OverflowError):
-            bad = f"bad {name} {row[name]!r}" if name in row else f"no {name}, only {', '.join(map(str, row))}"
-            raise InputError(f"row {index + 1}: {bad}") from None
-    return values
-
-
-def _count(value: Any) -> float:
+def _count(value: Any) -> int:
     """Parse a number of tokens. Raise ValueError if it exceeds MAX_TOKENS."""
     found = float(value)
     if not abs(found) <= MAX_TOKENS:
-        raise ValueError
-    return found
+        raise ValueError(f"bad number of tokens {value!r}")
+    return int(found)
 
 
 def _each(rows: Sequence[Any], convert: Callable[[Any], T]) -> list[T]:
@@ -310,52 +299,45 @@ def _each(rows: Sequence[Any], convert: Callable[[Any], T]) -> list[T]:
             found.append(convert(row))
         except InputError as error:
             raise InputError(f"row {index + 1}: {error}") from None
-        except (KeyError, IndexError, AttributeError, TypeError, ValueError, OverflowError) as error:
+        except KeyError as error:
+            raise InputError(f"row {index + 1}: no {error.args[0]}, only {', '.join(map(str, row))}") from None
+        except (IndexError, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"row {index + 1}: {type(error).__name__}: {error}") from None
     return found
 
 
-def _lengths(
-    rows: Sequence[Row],
-    times: np.ndarray[Any, np.dtype[np.float64]] | None,
-    inputs: str,
-    outputs: str,
-    content: Sequence[Content] = (),
-) -> Trace:
+def _trace(items: Sequence[Item], *notes: str) -> Trace:
     """Build a trace, dropping rows without a prompt or an answer: failed requests in the public traces."""
-    prompt, answer = (_column(rows, name, _count).astype(np.int64) for name in (inputs, outputs))
-    keep = np.flatnonzero((prompt > 0) & (answer > 0))
-    dropped = len(rows) - len(keep)
-    notes = (f"{dropped} rows without prompt or answer dropped",) if dropped else ()
-    kept = tuple(content[int(index)] for index in keep) if content else ()
-    return build(None if times is None else times[keep], prompt[keep], answer[keep], kept, notes)
+    kept = [item for item in items if item[1] > 0 and item[2] > 0]
+    if dropped := len(items) - len(kept):
+        notes = (*notes, f"{dropped} rows without prompt or answer dropped")
+    content = tuple(item[0] for item in kept)
+    inputs, outputs = (np.array([item[column] for item in kept], dtype=np.int64) for column in (1, 2))
+    times = None if any(item[3] is None for item in kept) else np.array([item[3] for item in kept], dtype=np.float64)
+    return build(times, inputs, outputs, content if any(each != Content() for each in content) else (), notes)
 
 
 def _table(inputs: str, outputs: str, times: str, convert: Callable[[Any], float] = float) -> Reader:
     """Return the reader of a table with these columns; that of the times may be missing."""
 
     def read_rows(rows: Sequence[Row]) -> Trace:
-        arrived = _column(rows, times, convert) if times in rows[0] else None
-        return _lengths(rows, arrived, inputs, outputs, _hashed(rows, inputs))
+        timed = times in rows[0]
+
+        def item(row: Row) -> Item:
+            tokens = _count(row[inputs])
+            prefix = Content(segments=_segments(row.get("hash_ids") or [], tokens))
+            return prefix, tokens, _count(row[outputs]), convert(row[times]) if timed else None
+
+        return _trace(_each(rows, item))
 
     return read_rows
 
 
-def _hashed(rows: Sequence[Row], inputs: str) -> tuple[Content, ...]:
-    """Return prefix blocks of 512 tokens, the last one partial, from `hash_ids`; empty if the file has none."""
-    if "hash_ids" not in rows[0]:
-        return ()
-    return tuple(_each(rows, lambda row: Content(segments=_segments(row.get("hash_ids") or [], int(row[inputs])))))
-
-
-def _segments(ids: Any, tokens: int) -> tuple[tuple[int, int], ...]:
+def _segments(ids: Any, tokens: int) -> tuple[Segment, ...]:
+    """Return the prefix blocks of 512 tokens, the last one partial, that `hash_ids` names."""
     listed = orjson.loads(ids) if isinstance(ids, str) else ids
-    pairs = []
-    for index, name in enumerate(listed):
-        size = min(PREFIX_BLOCK, tokens - index * PREFIX_BLOCK)
-        if size > 0:
-            pairs.append((int(name), size))
-    return tuple(pairs)
+    sizes = [min(PREFIX_BLOCK, tokens - index * PREFIX_BLOCK) for index in range(len(listed))]
+    return tuple((int(name), size) for name, size in zip(listed, sizes, strict=True) if size > 0)
 
 
 def _timestamp(text: str) -> float:
@@ -369,21 +351,12 @@ def _timestamp(text: str) -> float:
 
 
 def _mooncake(rows: Sequence[Row]) -> Trace:
-    times = _column(rows, "timestamp", float) / 1000.0
-    trace = _lengths(rows, times, "input_length", "output_length", _hashed(rows, "input_length"))
-    if len(trace) >= ENOUGH_STAMPS and not (times % MOONCAKE_STAMP).any():
+    table = _table("input_length", "output_length", "timestamp", lambda value: float(value) / 1000.0)
+    trace = table(rows)
+    if len(trace) >= ENOUGH_STAMPS and not (trace.arrived_at % MOONCAKE_STAMP).any():
         # The published times are rounded down to 3 s; used as they are, they would form bursts.
         return jitter(trace, MOONCAKE_STAMP, seed=0).noted("arrival times rounded to 3 s are spread over these 3 s")
     return trace
-
-
-def _texts(listed: Sequence[Item], notes: tuple[str, ...]) -> Trace:
-    content = tuple(item for item, _, _ in listed)
-    inputs = np.array([_estimate(item) for item in content], dtype=np.int64)
-    outputs = np.array([size for _, size, _ in listed], dtype=np.int64)
-    timed = bool(listed) and all(when is not None for _, _, when in listed)
-    times = np.array([when or 0.0 for _, _, when in listed]) if timed else None
-    return build(times, inputs, outputs, content, notes)
 
 
 def _estimate(content: Content) -> int:
@@ -417,22 +390,22 @@ def _output_size(row: Row) -> int | None:
 
 
 def _prompts(rows: Sequence[Row]) -> Trace:
-    return _texts(_each(rows, _prompt), (ESTIMATED,))
+    return _trace(_each(rows, _prompt), ESTIMATED)
 
 
 def _prompt(row: Row) -> Item:
     answer = row.get("canonical_solution") or row.get("completion")
     estimated = max(1, round(len(answer) / CHARACTERS_PER_TOKEN)) if isinstance(answer, str) else DEFAULT_OUTPUT
     when = float(row["arrived_at"]) if "arrived_at" in row else None
-    return _content(row), _output_size(row) or estimated, when
+    content = _content(row)
+    return content, _estimate(content), _output_size(row) or estimated, when
 
 
 def _sharegpt(rows: Sequence[Any]) -> Trace:
     items = [item for item in _each(rows, _conversation) if item is not None]
     if not items:
         raise InputError("no conversation with a question and an answer")
-    notes = (ESTIMATED, "output lengths are estimates (4 characters per token)")
-    return _texts(items, notes)
+    return _trace(items, ESTIMATED, "output lengths are estimates (4 characters per token)")
 
 
 def _conversation(row: Any) -> Item | None:
@@ -441,7 +414,8 @@ def _conversation(row: Any) -> Item | None:
     if len(turns) < 2 or not (turns[0].get("value") and turns[1].get("value")):
         return None
     size = max(1, round(len(turns[1]["value"]) / CHARACTERS_PER_TOKEN))
-    return Content(messages=(("user", str(turns[0]["value"])),)), size, None
+    content = Content(messages=(("user", str(turns[0]["value"])),))
+    return content, _estimate(content), size, None
 
 
 READERS: dict[str, Reader] = {

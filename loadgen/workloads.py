@@ -12,7 +12,7 @@ import numpy as np
 
 from loadgen import InputError, lengths, traces
 from loadgen.arrivals import Process, RateCurve, constant_rate, schedule
-from loadgen.plan import Job, OfflineMode
+from loadgen.plan import Job
 from loadgen.stats import stream
 from loadgen.traces import Content, Trace
 
@@ -49,7 +49,6 @@ class Workload:
     jobs: tuple[Job, ...] = ()
     closed_loop: bool = False
     horizon: float | None = None  # end of the online schedule, seconds
-    offline_mode: OfflineMode = "batch"
     wait_offline: bool = False
     notes: tuple[str, ...] = field(default=())
 

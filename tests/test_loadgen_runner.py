@@ -78,7 +78,7 @@ class Server:
         self.bodies: list[tuple[str, dict]] = []
         self.open, self.most = Counter[str](), Counter[str]()
 
-    async def __call__(self, body: bytes, record: RequestRecord) -> None:
+    async def send(self, body: bytes, record: RequestRecord) -> None:
         kind = record.service_class
         self.bodies.append((kind, orjson.loads(body)))
         record.sent_at = self.clock.now()
@@ -101,7 +101,7 @@ def stalling(clock: FakeClock) -> Server:
 async def test_a_stall_is_charged_to_every_request_that_was_due_meanwhile() -> None:
     clock = FakeClock()
     work = plan(trace_at([float(n) for n in range(10)]))
-    records = await clock.drive(Run(work, clock, None, stalling(clock)).execute())
+    records = await clock.drive(Run(work, clock, stalling(clock)).execute())
     ttft = [record.ttft for record in sorted(records.requests, key=lambda record: record.index)]
     # Request n waits from second n until the stall ends at 8 and those before it are served.
     assert ttft[:8] == pytest.approx([8.0 + 0.25 * n - n for n in range(8)])
@@ -113,7 +113,7 @@ async def test_a_stall_is_charged_to_every_request_that_was_due_meanwhile() -> N
 async def test_a_limit_on_concurrency_does_not_hide_the_wait() -> None:
     clock = FakeClock()
     work = plan(trace_at([float(n) for n in range(10)]), max_concurrency=1)
-    records = await clock.drive(Run(work, clock, None, stalling(clock)).execute())
+    records = await clock.drive(Run(work, clock, stalling(clock)).execute())
     by_index = {record.index: record for record in records.requests}
     assert by_index[1].sent_at == 8.0 and by_index[1].ttft == pytest.approx(7.25)
     assert by_index[1].ttft_sent == pytest.approx(0.25), "the report of a closed-loop tool"
@@ -125,7 +125,7 @@ async def test_closed_loop_schedules_a_request_when_a_slot_is_free() -> None:
     clock._now = -1.0
     server = Server(clock, lambda _: 1.0)
     work = plan(trace_at([0.0] * 7), closed_loop=True, max_concurrency=3)
-    records = await clock.drive(Run(work, clock, None, server).execute())
+    records = await clock.drive(Run(work, clock, server).execute())
     assert server.most["online"] == 3 and all(record.ttft == 1.0 for record in records.requests)
     assert sorted(record.scheduled_at for record in records.requests) == [0, 0, 0, 1, 1, 1, 2]
     assert records.last_event == 3.0
@@ -135,7 +135,7 @@ async def test_the_drain_ends_and_what_is_open_is_unfinished() -> None:
     clock = FakeClock()
     server = Server(clock, lambda record: math.inf if record.index == 1 else 0.5)
     work = plan(trace_at([0.0, 1.0, 2.0]), windows=Windows(horizon=2.0, drain=5.0))
-    records = await clock.drive(Run(work, clock, None, server).execute())
+    records = await clock.drive(Run(work, clock, server).execute())
     assert [record.outcome for record in records.requests] == ["ok", "unfinished", "ok"]
     assert records.ended_at == pytest.approx(7.0)
     found = metrics.online_metrics(records, work.windows.measured(records.ended_at), Slo())
@@ -144,7 +144,7 @@ async def test_the_drain_ends_and_what_is_open_is_unfinished() -> None:
 
 async def test_stop_keeps_what_was_measured() -> None:
     clock = FakeClock()
-    run = Run(plan(trace_at([0.0, 1.0, 2.0, 50.0])), clock, None, Server(clock, lambda _: 0.1))
+    run = Run(plan(trace_at([0.0, 1.0, 2.0, 50.0])), clock, Server(clock, lambda _: 0.1))
     clock_stop = asyncio.get_running_loop().create_task(stop_at(clock, 10.0, run.stop))
     records = await clock.drive(run.execute())
     await clock_stop
@@ -164,7 +164,7 @@ async def test_flex_keeps_its_concurrency_and_ends_with_the_online_schedule() ->
     server = Server(clock, lambda _: 1.0)
     jobs = (Job(fixed(500, 8, 4)), Job(fixed(500, 8, 4)))
     work = plan(trace_at([0.0, 4.5]), jobs=jobs, offline_mode="flex", offline_concurrency=5)
-    records = await clock.drive(Run(work, clock, None, server).execute())
+    records = await clock.drive(Run(work, clock, server).execute())
     tiers = {(kind, body.get("service_tier")) for kind, body in server.bodies}
     offline = [record for record in records.requests if record.service_class == "offline"]
     assert server.most["offline"] == 5 and tiers == {("online", None), ("offline", "flex")}
@@ -177,7 +177,7 @@ async def test_flex_alone_runs_to_its_last_line() -> None:
     clock = FakeClock()
     server = Server(clock, lambda _: 0.1)
     work = plan(None, jobs=(Job(fixed(12, 8, 4)),), offline_mode="flex", offline_concurrency=3, offline_tier=None)
-    records = await clock.drive(Run(work, clock, None, server).execute())
+    records = await clock.drive(Run(work, clock, server).execute())
     assert len(records.requests) == 12 and all(record.ok for record in records.requests)
     assert all("service_tier" not in body for _, body in server.bodies)
 

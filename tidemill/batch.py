@@ -85,7 +85,6 @@ def _asked(request: RowRequest) -> dict[str, Any]:
 
 
 def prompt_chars(request: RowRequest) -> int:
-    """Return the characters of a prompt."""
     texts = [each.get("content") for each in request.body.get("messages") or () if isinstance(each, dict)]
     return sum(len(str(text)) for text in (*texts, request.body.get("prompt") or request.body.get("input") or ""))
 

@@ -89,21 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tidemill {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     _add_serve(commands)
-    _add_chat(commands)
-    add_batch(commands, Parser)
-    command = _add(commands, "try", _try, "chats alone, then beside a batch: half a minute with a running server")
-    add_server(command)
-    command.add_argument("--seconds", type=positive, default=30, metavar="N", help="length (default: 30)")
-    command.add_argument("--rate", type=positive, default=1, metavar="N", help="chats a second (default: 1)")
-    _add_report(commands)
-    _add_pull(commands)
-    _config_flags(_add(commands, "profile", _profile, "measure step times and show the prediction error"), EngineConfig)
-    _add_replay(commands)
-    _add_fleet(commands)
-    _add_migrate(commands)
-    command = _add(commands, "keys", _keys, "put the keys of a file into the database that servers share")
-    command.add_argument("file", metavar="FILE", help="key file, as for --api-key-file")
-    command.add_argument("address", metavar="ADDRESS", help="--state-dir of the servers: postgresql://HOST/NAME?...")
+    _add_use(commands)
+    _add_operation(commands)
     commands.add_parser("bench", help="measure a server with OpenAI's API", add_help=False)
     commands.add_parser("simulate", help="replay workloads and experiments on a virtual clock", add_help=False)
     commands.add_parser("worth", help="estimate the value of the batch work beside a GPU's chats", add_help=False)
@@ -140,7 +127,8 @@ def _add_serve(commands: Any) -> None:
     )
 
 
-def _add_chat(commands: Any) -> None:
+def _add_use(commands: Any) -> None:
+    """Add the commands that use a running server."""
     command = _add(commands, "chat", _chat, "chat with a running server")
     add_server(command)
     command.add_argument("--model", help="name of the model (default: the server's first)")
@@ -151,9 +139,11 @@ def _add_chat(commands: Any) -> None:
     command.add_argument(
         "--temperature", type=float, metavar="T", help="sampling temperature, 0 is greedy (default: the server's)"
     )
-
-
-def _add_report(commands: Any) -> None:
+    add_batch(commands, Parser)
+    command = _add(commands, "try", _try, "chats alone, then beside a batch: half a minute with a running server")
+    add_server(command)
+    command.add_argument("--seconds", type=positive, default=30, metavar="N", help="length (default: 30)")
+    command.add_argument("--rate", type=positive, default=1, metavar="N", help="chats a second (default: 1)")
     command = _add(commands, "report", _report, "show the chats, batch work and pauses of the last hours")
     add_server(command)
     command.add_argument("--hours", type=positive, default=12, metavar="N", help="length of the night (default: 12)")
@@ -161,58 +151,43 @@ def _add_report(commands: Any) -> None:
     command.add_argument("--price-out", type=float, default=0.0, metavar="P", help="price of a million output tokens")
 
 
-def _add_pull(commands: Any) -> None:
+def _add_operation(commands: Any) -> None:
     description = "Show the size of a model, then download it. HF_ENDPOINT sets a mirror, HF_HOME the folder."
     command = _add(commands, "pull", _pull, "download a model from the Hugging Face hub", description)
     command.add_argument("model", metavar="OWNER/NAME", help="id of the model on the hub")
     command.add_argument("--revision", metavar="REVISION", help="branch, tag or commit (default: main)")
-
-
-def _add_replay(commands: Any) -> None:
-    text = "show the last steps before an engine died"
-    command = _add(commands, "replay", _replay, text)
+    _config_flags(_add(commands, "profile", _profile, "measure step times and show the prediction error"), EngineConfig)
+    command = _add(commands, "replay", _replay, "show the last steps before an engine died")
     command.add_argument("file", metavar="FILE", type=Path, help="recording, from the folder flights in --state-dir")
-
-
-def _add_fleet(commands: Any) -> None:
-    command = _add(commands, "fleet", _fleet, "restart the engines of a server one by one")
+    restart = _on_state(lambda state, arguments: state.restart(arguments.state_dir))
+    command = _add(commands, "fleet", restart, "restart the engines of a server one by one")
     command.add_argument(
         "action", choices=("restart",), help="restart: no request is refused, running requests continue"
     )
     command.add_argument("--state-dir", metavar="DIR", help="state folder of the server (default: as for serve)")
-
-
-def _add_migrate(commands: Any) -> None:
-    text = "copy files and batches from a state folder to PostgreSQL"
-    command = _add(commands, "migrate", _migrate, text)
+    migrate = _on_state(lambda state, arguments: state.migrate_state(arguments.state_dir, arguments.address))
+    command = _add(commands, "migrate", migrate, "copy files and batches from a state folder to PostgreSQL")
     command.add_argument("address", metavar="ADDRESS", help="--state-dir of the new server: postgresql://HOST/NAME?...")
     command.add_argument(
         "--state-dir", metavar="DIR", help="state folder of the stopped server (default: as for serve)"
     )
+    keys = _on_state(lambda state, arguments: state.put_key_file(arguments.file, arguments.address))
+    command = _add(commands, "keys", keys, "put the keys of a file into the database that servers share")
+    command.add_argument("file", metavar="FILE", help="key file, as for --api-key-file")
+    command.add_argument("address", metavar="ADDRESS", help="--state-dir of the servers: postgresql://HOST/NAME?...")
 
 
-@dropping_stdout()
-def _migrate(arguments: argparse.Namespace) -> int:
-    from tidemill.commands.state import migrate_state
+def _on_state(act: Callable[[Any, argparse.Namespace], str]) -> Callable[[argparse.Namespace], int]:
+    """Return the function of a command on the state of servers. `act` gets `commands.state`, and returns a message."""
 
-    say(migrate_state(arguments.state_dir, arguments.address))
-    return 0
+    @dropping_stdout()
+    def run(arguments: argparse.Namespace) -> int:
+        from tidemill.commands import state
 
+        say(act(state, arguments))
+        return 0
 
-@dropping_stdout()
-def _keys(arguments: argparse.Namespace) -> int:
-    from tidemill.commands.state import put_key_file
-
-    say(put_key_file(arguments.file, arguments.address))
-    return 0
-
-
-@dropping_stdout()
-def _fleet(arguments: argparse.Namespace) -> int:
-    from tidemill.commands.state import restart
-
-    say(restart(arguments.state_dir))
-    return 0
+    return run
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -94,12 +94,10 @@ class ServerClient:
 
     def first_model(self) -> str:
         """Return the name of the first model that the server lists. Raise ChatError if there is none."""
-        not_openai = f"{self._options.url} is not an OpenAI-compatible server; check --url"
-        with self._open("GET", "/v1/models", not_openai) as response:
-            try:
-                return str(json.loads(response.read())["data"][0]["id"])
-            except (ValueError, LookupError, TypeError):
-                raise ChatError(not_openai) from None
+        try:
+            return str(self.call("GET", "/v1/models")["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise ChatError(NOT_OPENAI) from None
 
     def stream(self, model: str, messages: list[dict[str, str]]) -> Generator[str, None, None]:
         """Yield the answer's text as it arrives. Closing the iterator ends the request. Raise ChatError on failure."""
@@ -141,15 +139,14 @@ class ServerClient:
 
     def call(self, method: str, path: str, body: Any = None, **query: str | int) -> dict[str, Any]:
         """Send a JSON request and return the JSON object of the response."""
-        arguments = {} if body is None else {"json": body}
-        with self._open(method, path, NOT_OPENAI, params=query, **arguments) as response:
-            try:
-                answer = json.loads(response.read())
-            except ValueError:
-                raise ChatError(NOT_OPENAI) from None
-            if not isinstance(answer, dict):
-                raise ChatError(NOT_OPENAI)
-            return answer
+        return self._ask(method, path, NOT_OPENAI, params=query, **({} if body is None else {"json": body}))
+
+    def _ask(self, method: str, path: str, broken: str, **arguments: Any) -> dict[str, Any]:
+        with self._open(method, path, broken, **arguments) as response, suppress(ValueError):
+            answer = json.loads(response.read())
+            if isinstance(answer, dict):
+                return answer
+        raise ChatError(NOT_OPENAI)
 
     def batch(self, batch_id: str) -> dict[str, Any]:
         batch = self.call("GET", f"/v1/batches/{quote(batch_id, safe='')}")
@@ -230,13 +227,11 @@ class ServerClient:
         try:
             with path.open("rb") as file:
                 files = {"file": (name, file, "application/jsonl")}
-                with self._open("POST", "/v1/files", broken, data={"purpose": "batch"}, files=files) as response:
-                    try:
-                        return str(json.loads(response.read())["id"])
-                    except (ValueError, LookupError, TypeError):
-                        raise ChatError(NOT_OPENAI) from None
+                return str(self._ask("POST", "/v1/files", broken, data={"purpose": "batch"}, files=files)["id"])
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
+        except LookupError:
+            raise ChatError(NOT_OPENAI) from None
 
     def download(self, file_id: str, target: BinaryIO) -> None:
         """Stream the content of a file into `target`."""

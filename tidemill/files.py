@@ -43,21 +43,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises ConfigError if the file cannot be written. After an error `path` is as it was.
     """
     target = Path(os.path.realpath(path))
-    part = target.with_name(f"{_prefix(target)}{token_hex(8)}.part")
     try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "this is a folder; name a file")
-        with part.open("xb") as file:
-            if target.exists():
-                shutil.copymode(target, part)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
+        part = _part_of(target)
+        try:
+            with part.open("xb") as file:
+                if target.exists():
+                    shutil.copymode(target, part)
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise disk_error(path, error) from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def check_replaceable(path: Path) -> None:
@@ -66,13 +65,18 @@ def check_replaceable(path: Path) -> None:
     try:
         for left in target.parent.glob(f"{_prefix(target)}*.part"):
             left.unlink(missing_ok=True)
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "this is a folder; name a file")
-        part = target.with_name(f"{_prefix(target)}{token_hex(8)}.part")
+        part = _part_of(target)
         part.open("xb").close()
         part.unlink()
     except OSError as error:
         raise disk_error(path, error) from None
+
+
+def _part_of(target: Path) -> Path:
+    """Return the path of a new file that shall replace `target`. Raise OSError if that is a folder."""
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "this is a folder; name a file")
+    return target.with_name(f"{_prefix(target)}{token_hex(8)}.part")
 
 
 def _prefix(target: Path) -> str:
@@ -91,38 +95,36 @@ def scheme_of(name: str) -> str:
     return scheme
 
 
+@contextmanager
+def _store_errors(url: str) -> Iterator[None]:
+    """Convert errors into ConfigError. Those of obstore share a base class that is not an OSError."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and not type(error).__module__.startswith(("obstore", "httpx")):
+            raise
+        raise ConfigError(f"{url}: {error}") from None
+
+
 def fetch(url: str, target: Path) -> None:
     """Download a URL to a file. Raise ConfigError if it cannot be read."""
     import httpx
 
-    try:
-        with target.open("wb") as file:
-            if scheme_of(url) in WEB:
-                with httpx.stream("GET", url, follow_redirects=True, timeout=60.0) as response:
-                    response.raise_for_status()
-                    file.writelines(response.iter_bytes())
-            else:
-                store, key = _store_of(url)
-                file.writelines(_obstore().get(store, key).stream())
-    except (httpx.HTTPError, OSError) as error:
-        raise ConfigError(f"{url}: {error}") from None
-    except Exception as error:
-        if not _is_store_error(error):
-            raise
-        raise ConfigError(f"{url}: {error}") from None
+    with _store_errors(url), target.open("wb") as file:
+        if scheme_of(url) in WEB:
+            with httpx.stream("GET", url, follow_redirects=True, timeout=60.0) as response:
+                response.raise_for_status()
+                file.writelines(response.iter_bytes())
+        else:
+            store, key = _store_of(url)
+            file.writelines(_obstore().get(store, key).stream())
 
 
 def put(source: Path, url: str) -> None:
     """Upload a file to a URL of an object store. Raise ConfigError if it cannot be written."""
     store, key = _store_of(url)
-    obstore = _obstore()
-    try:
-        with source.open("rb") as file, obstore.open_writer(store, key) as writer:
-            shutil.copyfileobj(file, writer, 1 << 20)
-    except Exception as error:
-        if not _is_store_error(error):
-            raise
-        raise ConfigError(f"{url}: {error}") from None
+    with _store_errors(url), source.open("rb") as file, _obstore().open_writer(store, key) as writer:
+        shutil.copyfileobj(file, writer, 1 << 20)
 
 
 def check_writable(url: str) -> None:
@@ -136,14 +138,11 @@ def check_writable(url: str) -> None:
 def exists(url: str) -> bool:
     """Return whether a store has an object. Raise ConfigError if the store cannot be read."""
     store, key = _store_of(url)
-    try:
-        _obstore().head(store, key)
-    except FileNotFoundError:
-        return False
-    except Exception as error:
-        if not _is_store_error(error):
-            raise
-        raise ConfigError(f"{url}: {error}") from None
+    with _store_errors(url):
+        try:
+            _obstore().head(store, key)
+        except FileNotFoundError:
+            return False
     return True
 
 
@@ -156,11 +155,6 @@ def _store_of(url: str) -> tuple[Any, str]:
     _obstore()
     store: Any = importlib.import_module("obstore.store")
     return store.from_url(f"{parts.scheme}://{parts.netloc}"), key
-
-
-def _is_store_error(error: Exception) -> bool:
-    """Errors of obstore share a base class that is not an OSError; missing objects raise FileNotFoundError."""
-    return isinstance(error, OSError) or type(error).__module__.startswith("obstore")
 
 
 def _obstore() -> Any:

@@ -15,7 +15,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,14 +27,6 @@ from tidemill.tables import parse_json
 BUFFER_BYTES = 1 << 20
 _SEAL = b'{"crc":"%08x",%b\n'
 _SEALED = re.compile(rb'\{"crc":"([0-9a-f]{8})",(.*)\n', re.DOTALL)
-
-
-@dataclass(slots=True)
-class BatchPart:
-    """A batch of this run. `batch` is None until the server's answer to its creation is known."""
-
-    name: str
-    batch: str | None = None
 
 
 class Log:
@@ -111,8 +102,8 @@ class Journal:
         self.folder = folder
         self.work = folder / "work"
         """Folder for temporary files, without those of a killed run."""
-        self.parts: dict[str, BatchPart] = {}
-        """Batches whose results have not arrived, by name."""
+        self.parts: dict[str, str | None] = {}
+        """Batches whose results have not arrived, by name; None until the answer to a batch's creation is known."""
         self.added = 0
         """Number of results that have arrived since this object was made."""
         self._answers: dict[str, int] = {}
@@ -204,7 +195,7 @@ class Journal:
             self.parts.pop(event["part"], None)
             self._size = max(self._size, event["size"])
         else:
-            self.parts[event["part"]] = BatchPart(event["part"], event.get("batch"))
+            self.parts[event["part"]] = event.get("batch")
 
     def _note(self, offset: int, line: Mapping[str, Any]) -> None:
         (self._answers if is_answer(line) else self._failures)[line["custom_id"]] = offset

@@ -13,7 +13,6 @@ from loadgen.stats import wilson
 from loadgen.traces import Trace
 from predictor.budget import DEFAULT_CLASS
 from predictor.features import BatchFeatures
-from predictor.slo import Objective
 from tidemill.flags import command_line
 
 HOUR = 3600.0
@@ -123,33 +122,24 @@ def _budget(answer: Answer) -> str:
 
 
 def _hints(answer: Answer) -> list[str]:
-    """Return suggestions."""
-    return [*_more_traffic(answer), *_larger_steps(answer)]
-
-
-def _more_traffic(answer: Answer) -> list[str]:
-    """Suggest more traffic if the requests are too few for the SLO."""
-    found, needed = answer.beside.requests, answer.question.slo.arrivals_needed
-    if answer.alone is None or found >= needed:
-        return []
-    return [f"{found} requests are few to judge this SLO by, {needed} would do: use more of the traffic (--duration)"]
-
-
-def _larger_steps(answer: Answer) -> list[str]:
-    """Suggest larger steps if neither the budget nor an absolute limit binds the largest step."""
-    machine, config = answer.question.machine, answer.question.machine.config
+    """Suggest more traffic if the requests are too few for the SLO, and larger steps if nothing else binds them."""
+    machine, config, slo = answer.question.machine, answer.question.machine.config, answer.question.slo
+    hints, found, needed = list[str](), answer.beside.requests, slo.arrivals_needed
+    if answer.alone is not None and found < needed:
+        few = f"{found} requests are few to judge this SLO by, {needed} would do"
+        hints.append(f"{few}: use more of the traffic (--duration)")
     largest = BatchFeatures()
     largest.add_chunk(0, max(2, config.max_num_batched_tokens))
     longest = machine.model.predict(largest)
-    limits = [answer.question.slo.limit_of(metric) for metric in ("tbt", "tpot")]
+    limits = [slo.limit_of(metric) for metric in ("tbt", "tpot")]
     tight = any(limit is not None and limit < 2 * longest for limit in limits)
-    if not answer.kept or answer.search is None or answer.budget.latency_budget < longest or tight:
-        return []
-    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
-    return [
-        f"steps are bound by their {tokens} tokens and {rows} requests, not by the SLO: larger ones may give more "
-        f"(--max-num-batched-tokens {4 * tokens} --max-num-seqs {4 * rows})"
-    ]
+    if answer.kept and answer.search is not None and answer.budget.latency_budget >= longest and not tight:
+        tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+        hints.append(
+            f"steps are bound by their {tokens} tokens and {rows} requests, not by the SLO: larger ones may give more "
+            f"(--max-num-batched-tokens {4 * tokens} --max-num-seqs {4 * rows})"
+        )
+    return hints
 
 
 def _table(answer: Answer) -> str:
@@ -160,10 +150,12 @@ def _table(answer: Answer) -> str:
     both = answer.offline_only is not None
     rows = [("", "online only", "with offline" if both else "", "promised", "")]
     for verdict in answer.verdicts:
-        mark = "" if verdict.kept else "MISSED"
-        rows.append((_title(verdict.objective), _ms(verdict.alone), _ms(verdict.beside), _promise(verdict), mark))
+        mark, objective = "" if verdict.kept else "MISSED", verdict.objective
+        statistic = "mean" if objective.percentile is None else f"P{objective.percentile}"
+        bound = _ms(verdict.bound) + ("" if objective.tolerance is None else f" (+{objective.tolerance * 100:g} %)")
+        rows.append((f"{objective.metric.upper()} {statistic}", _ms(verdict.alone), _ms(verdict.beside), bound, mark))
         if verdict.share is not None:
-            share = alone.shares[verdict.objective.key]
+            share = alone.shares[objective.key]
             rows.append(("  kept by", f"{share:.2%}", f"{verdict.share:.2%}", f"{verdict.wanted:.0%}", mark))
     for name, slo in answer.question.slo.by_class:
         if (target := slo.attainment_target) is None:
@@ -186,9 +178,10 @@ def _offline(answer: Answer) -> str:
     assert answer.offline_only is not None
     alone, beside = answer.offline_only, answer.beside
     rows = [("offline work, an hour", "alone", "beside online" if answer.alone is not None else "")]
+    prompts = [arm.offline_tokens - arm.offline_output_tokens for arm in (alone, beside)]
     figures = (
         ("tokens", alone.offline_tokens, beside.offline_tokens),
-        ("  prompt", _prompt_tokens(alone), _prompt_tokens(beside)),
+        ("  prompt", prompts[0], prompts[1]),
         ("  output", alone.offline_output_tokens, beside.offline_output_tokens),
         ("lines", alone.offline_lines, beside.offline_lines),
     )
@@ -213,22 +206,8 @@ def _job(lines: Trace, window: str, beside: Arm) -> dict[str, Any]:
     return {"lines": len(lines), "tokens": tokens, "hours": hours, "completion_window": window, "kept": kept}
 
 
-def _prompt_tokens(arm: Arm) -> int:
-    return arm.offline_tokens - arm.offline_output_tokens
-
-
 def _hourly(arm: Arm, count: int) -> float:
     return count / arm.seconds * HOUR
-
-
-def _title(objective: Objective) -> str:
-    statistic = "mean" if objective.percentile is None else f"P{objective.percentile}"
-    return f"{objective.metric.upper()} {statistic}"
-
-
-def _promise(verdict: ObjectiveCheck) -> str:
-    tolerance = verdict.objective.tolerance
-    return _ms(verdict.bound) + ("" if tolerance is None else f" (+{tolerance * 100:g} %)")
 
 
 def _ms(seconds: float) -> str:

@@ -33,10 +33,15 @@ def shortened(text: str, cells: int) -> str:
 
 def progress_text(batch: dict[str, Any]) -> str:
     """Return finished, total and failed lines, e.g. "3/10 lines, 1 failed"."""
-    counts = batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
-    done, total = counts["completed"] + counts["failed"], counts["total"]
-    failed = f", {counts['failed']:,} failed" if counts["failed"] else ""
+    done, total, num_failed = _counts(batch)
+    failed = f", {num_failed:,} failed" if num_failed else ""
     return f"{done:,}/{total:,} lines{failed}" if total else "no lines yet"
+
+
+def _counts(batch: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the ended, all, and failed lines."""
+    counts = batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
+    return counts["completed"] + counts["failed"], counts["total"], counts["failed"]
 
 
 def expected_end(batch: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -96,9 +101,8 @@ class BatchProgress:
         self.out.flush()
 
     def _show_line(self, batch: dict[str, Any]) -> None:
-        counts = batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
-        done = counts["completed"] + counts["failed"]
-        reached = batch["status"], 100 * done // max(1, counts["total"])
+        done, total, _ = _counts(batch)
+        reached = batch["status"], 100 * done // max(1, total)
         now = self.clock()
         if reached != self._last or now - self._last_time >= LINE_SECONDS:
             self._last, self._last_time = reached, now
@@ -111,8 +115,7 @@ class BatchProgress:
 
     def text(self, batch: dict[str, Any]) -> str:
         """Return the bar, the lines, the rates of the last RATE_SECONDS and the estimated remaining time."""
-        counts = batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
-        done, total = counts["completed"] + counts["failed"], counts["total"]
+        done, total, _ = _counts(batch)
         tokens = (batch.get("usage") or {}).get("output_tokens", 0)
         line_rate, token_rate = self._rates(done, tokens)
         filled = self.width * done // total if total else 0

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from engine.errors import ConfigError
 from tidemill import tables
 from tidemill.client import MAX_SEARCHED, NOT_OPENAI, TERMINAL, ChatError, RefusedError, ServerClient
 from tidemill.files import disk_error
-from tidemill.journal import BatchPart, Journal
+from tidemill.journal import Journal
 from tidemill.progress import expected_end
 from tidemill.recipe import ERROR, FAILED, STATUS, Recipe, RowRequest, SourceRows, is_final
 from tidemill.tables import Row, json_line
@@ -121,13 +122,8 @@ def write_table(
     return counts
 
 
-def ids_of(lines: Path) -> list[str]:
-    """Return the ids of a file of batch lines, "" for a damaged line."""
-    with lines.open("rb") as file:
-        return [_id_of(line) for line in file]
-
-
 def _id_of(line: bytes) -> str:
+    """Return the id of a batch line, "" for a damaged one."""
     try:
         return str(json.loads(line)["custom_id"])
     except (ValueError, LookupError, TypeError):
@@ -195,9 +191,9 @@ class TableRun:
         """Collect the batches of an earlier run, then submit the rows without a final result and collect those."""
         if damage := self.journal.damage():
             self.tell(damage)
-        for part in list(self.journal.parts.values()):
-            if part.batch is None:
-                self._adopt(part)
+        for name, batch_id in list(self.journal.parts.items()):
+            if batch_id is None:
+                self._adopt(name)
         while self.journal.parts:
             self._poll()
         self._states.clear()  # their rows have results before the split
@@ -301,32 +297,32 @@ class TableRun:
         batches = self.client.batches(MAX_SEARCHED)
         return next((batch for batch in batches if (batch.get("metadata") or {}).get(PART) == name), None)
 
-    def _adopt(self, part: BatchPart) -> None:
+    def _adopt(self, name: str) -> None:
         """Find the batch of a part whose creation an earlier run did not see answered."""
-        batch = self._try(lambda: self._find(part.name))
+        batch = self._try(partial(self._find, name))
         if batch is None:
-            self.journal.ended(part.name)
+            self.journal.ended(name)
         else:
-            self.journal.created(part.name, str(batch["id"]))
+            self.journal.created(name, str(batch["id"]))
 
     def _poll(self) -> None:
         """Ask for every open batch, collect those that have ended, and wait until the next round."""
-        for part in list(self.journal.parts.values()):
+        for name, batch_id in list(self.journal.parts.items()):
             try:
-                batch = self._try(partial(self.client.batch, str(part.batch)))
+                batch = self._try(partial(self.client.batch, str(batch_id)))
             except RefusedError as error:
                 if error.status != 404:
                     raise
-                self.journal.ended(part.name)  # the server has lost the batch; its rows are sent again
+                self.journal.ended(name)  # the server has lost the batch; its rows are sent again
                 continue
-            self._states[part.name] = batch
+            self._states[name] = batch
             if batch["status"] in TERMINAL:
-                self._collect(part, batch)
+                self._collect(name, batch)
         self.follow(_summary(self._states.values(), self.rows.total, self._before))
         if self.journal.parts:
             self._pause(POLL_SECONDS)
 
-    def _collect(self, part: BatchPart, batch: dict[str, Any]) -> None:
+    def _collect(self, name: str, batch: dict[str, Any]) -> None:
         odd: Counter[str] = Counter()
         missing = (batch.get("request_counts") or {}).get("total") or 0
         known = self.journal.added
@@ -340,17 +336,18 @@ class TableRun:
             odd["missing"] = max(0, missing - (self.journal.added - known) - odd["damaged"])
         self._is_cut |= batch["status"] in ("cancelled", "expired")
         refused = self._errors(batch) if batch["status"] == "failed" else None
-        self.journal.ended(part.name)
+        self.journal.ended(name)
         for kind, count in (+odd).items():
-            self.tell(f"the results of the batch {part.batch}: {_ODD[kind].format(count)}")
+            self.tell(f"the results of the batch {batch.get('id')}: {_ODD[kind].format(count)}")
         if refused is not None:
-            raise ChatError(f"the server refused the batch {part.batch}: {refused}")
+            raise ChatError(f"the server refused the batch {batch.get('id')}: {refused}")
 
     def _errors(self, batch: dict[str, Any]) -> str | None:
         """Note the lines for which the server has refused a batch. Return the reason if it names none."""
         errors = (batch.get("errors") or {}).get("data") or [{"message": "the server gives no reason"}]
         path = self._download(str(batch.get("input_file_id")))
-        lines = refused_lines(errors, [] if path is None else ids_of(path))
+        with nullcontext(()) if path is None else path.open("rb") as sent:
+            lines = refused_lines(errors, list(map(_id_of, sent)))
         self._refuse(lines, errors[0].get("message"))
         return None if lines else str(errors[0].get("message"))
 

@@ -132,7 +132,8 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 def ask(arguments: argparse.Namespace) -> Asked:
     """Read the traffic and the machine. Raise InputError or ConfigError for an invalid flag or file."""
-    settings = given(_without_machine(arguments), (EngineConfig, ServerConfig))
+    flagged = {k: v for k, v in vars(arguments).items() if k not in NOT_SERVING}  # --model, --device: simulated ones
+    settings = given(argparse.Namespace(**flagged), (EngineConfig, ServerConfig))
     said = {name: each.value for name, each in settings.items()}
     serving = {flag.field for flag in flags_of(EngineConfig)} - NOT_SERVING
     chosen = {name: value for name, value in said.items() if name in serving}
@@ -174,11 +175,6 @@ def _drafts(arguments: argparse.Namespace, config: EngineConfig) -> tuple[DraftT
             if file is given_file:
                 raise InputError(f"{file} has no outcomes of drafts: {error}") from None
     return free_chat(), "as in free chat of the packaged model (--acceptance FILE: as on your server)"
-
-
-def _without_machine(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return the flags without --model and --device, which select simulated ones here."""
-    return argparse.Namespace(**{k: v for k, v in vars(arguments).items() if k not in NOT_SERVING})
 
 
 def _traffic(arguments: argparse.Namespace, seconds: float, *, planned: bool) -> Workload:

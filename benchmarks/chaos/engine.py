@@ -14,8 +14,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
 
-import aiohttp
-
 from benchmarks.chaos import inputs, load, oracle, work
 from benchmarks.chaos import server as chaos_server
 from benchmarks.chaos.child import POISON
@@ -23,6 +21,8 @@ from benchmarks.chaos.oracle import Tally
 from benchmarks.chaos.promises import Part, Promise, Scale, at_most, never, shown
 from benchmarks.chaos.server import Server, lag_within, read_lag
 from benchmarks.hostile import MAX_BYTES, Bomb, bombs
+from benchmarks.live import read_page
+from loadgen.client import Client
 
 WEIGHTS = {"kill": 12, "kill twice": 3, "hang": 2, "failing steps": 2, "hostile bodies": 3, "stop": 0.3, "pause": 3}
 MEAN_REST, FAIL_SECONDS, POLL = 2.0, 4.0, 0.02
@@ -40,7 +40,7 @@ class Saboteur:
     """Faults of a server and their effects.
 
     Attributes:
-        session: Client of the server.
+        client: Client of the server.
         faults: Faults by name.
         down: Spans in which no engine process could answer.
         noticed: Seconds from each hung step until the server said so.
@@ -49,8 +49,8 @@ class Saboteur:
         poison: How requests with the poison ended.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, server: Server, dice: random.Random) -> None:
-        self.session = session
+    def __init__(self, client: Client, server: Server, dice: random.Random) -> None:
+        self.client = client
         self._pid_file = server.folder / "state" / "engine.pid"
         self._chaos = server.folder / "chaos"
         self._dice = dice
@@ -100,7 +100,7 @@ class Saboteur:
         """Send a request that kills each process that computes it, until the server has convicted it."""
         self.faults["poison"] += 1
         start = time.monotonic()
-        answer = await oracle.send(self.session, COMPLETIONS, load.body_of(POISON, 20))
+        answer = await oracle.send(self.client, COMPLETIONS, load.body_of(POISON, 20))
         await self._until_ready(start)
         self.poison[str(answer.error).partition(":")[0]] += 1
 
@@ -117,7 +117,7 @@ class Saboteur:
 
     async def _send(self, bomb: Bomb) -> None:
         body = await asyncio.to_thread(bomb.make, MAX_BYTES)
-        status, _ = await work.ask(self.session, bomb.path, body)
+        status, _ = await work.ask(self.client, bomb.path, body)
         closed = isinstance(status, str) and status != TimeoutError.__name__  # before it was read: refused
         if not closed and status not in {*bomb.statuses, 429, 503}:
             self.wrong[f"{bomb.name}: {status}"] += 1
@@ -137,8 +137,8 @@ class Saboteur:
         self.down.append((start, time.monotonic()))
 
     async def _is_ready(self) -> bool:
-        async with self.session.get("/ready") as response:
-            return response.status == 200
+        status, _ = await self.client.raw("GET", "/ready")
+        return status == 200
 
     def _another(self) -> Callable[[], bool]:
         """Return a test of whether another process has been started since this call."""
@@ -227,9 +227,9 @@ async def _watch_memory(server: Server, seen: list[int]) -> None:
 
 
 @asynccontextmanager
-async def watched(session: aiohttp.ClientSession, server: Server, run: Run) -> AsyncIterator[None]:
+async def watched(client: Client, server: Server, run: Run) -> AsyncIterator[None]:
     """Watch memory and the lateness of the loop during the block."""
-    before, own_before = await read_lag(session)
+    before, own_before = await read_lag(client)
     watching = asyncio.create_task(_watch_memory(server, run.memory))
     try:
         yield
@@ -237,26 +237,26 @@ async def watched(session: aiohttp.ClientSession, server: Server, run: Run) -> A
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
-    after, own_after = await read_lag(session)
+    after, own_after = await read_lag(client)
     run.lag, run.own_lag = (before, after), (own_before, own_after)
 
 
 async def beside_work(server: Server, scale: Scale, fault: "Fault") -> Run:
     """Let clients and a batch work during the fault, and compare their answers with undisturbed ones."""
     dice, lines = scale.dice(), scale.of(fault.lines, 20) if fault.lines else 0
-    async with server.session() as session:
-        expected = await oracle.undisturbed(session)
+    async with server.client() as client:
+        expected = await oracle.undisturbed(client)
     before = await work.take_stock(server)
-    async with server.session() as session:
-        run = Run(Saboteur(session, server, dice))
-        async with watched(session, server, run):
-            batch = await work.submit_batch(session, lines) if lines else None
-            async with oracle.clients(session, expected, fault.clients or scale.clients, dice) as run.tally:
+    async with server.client() as client:
+        run = Run(Saboteur(client, server, dice))
+        async with watched(client, server, run):
+            batch = await work.submit_batch(client, lines) if lines else None
+            async with oracle.clients(client, expected, fault.clients or scale.clients, dice) as run.tally:
                 await fault.act(run.saboteur, scale)
             if batch is not None:
-                run.work.append(await work.of_batch(session, batch, lines, expected))
-        run.work += await work.of_answers(session, run.tally)
-        run.ended = list(chaos_server.endings(await chaos_server.read_metrics(session)))
+                run.work.append(await work.of_batch(client, batch, lines, expected))
+        run.work += await work.of_answers(client, run.tally)
+        run.ended = list(chaos_server.endings(await read_page(client)))
     choices = run.tally.choices if fault.counted else None
     run.work += work.of_holdings(before, await work.take_stock(server), choices, fault.memory)
     return run
@@ -310,8 +310,6 @@ class Fault:
     memory: float = work.MEMORY
 
     def part(self) -> Part:
-        """Return the part of `chaos`."""
-
         async def run_part(scale: Scale) -> list[Promise]:
             found: list[Promise] = []
             for flags in self.servers:
@@ -417,7 +415,7 @@ async def tenant(scale: Scale) -> list[Promise]:
     waiting, times = scale.of(1000, 50), scale.of(30, 5)
     prompts = load.make_prompts(scale.dice(), 64, 24)
     with chaos_server.start(keys=TENANTS) as server:
-        async with server.session("light-key") as light, server.session("heavy-key") as heavy:
+        async with server.client("light-key") as light, server.client("heavy-key") as heavy:
             await _first_tokens(light, prompts, 3)
             alone = await _first_tokens(light, prompts, times)
             bodies = [load.body_of(prompt, HEAVY_TOKENS) for prompt in prompts]
@@ -435,12 +433,12 @@ async def tenant(scale: Scale) -> list[Promise]:
     ]
 
 
-async def _first_tokens(session: aiohttp.ClientSession, prompts: Sequence[list[int]], times: int) -> list[float]:
+async def _first_tokens(client: Client, prompts: Sequence[list[int]], times: int) -> list[float]:
     """Return the seconds until the first token of one request after another, each with a prompt of its own."""
     found = []
     for number in range(times):
         prompt = [400 - number % 60, *prompts[number % len(prompts)]]
-        answer = await oracle.send(session, COMPLETIONS, load.body_of(prompt, LIGHT_TOKENS))
+        answer = await oracle.send(client, COMPLETIONS, load.body_of(prompt, LIGHT_TOKENS))
         found.append(answer.at[1] - answer.at[0])
     return found
 

@@ -3,18 +3,19 @@ the parts `inputs` and `blanks`."""
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import aiohttp
 import orjson
 
 from benchmarks.chaos import load
 from benchmarks.chaos.load import MODEL
 from benchmarks.chaos.promises import Scale
 from benchmarks.chaos.work import CHAT, ask
-from benchmarks.hostile import MAX_BYTES, Bomb, HostileGrammar, always, dump, grammars, joined
+from benchmarks.hostile import MAX_BYTES, Bomb, HostileGrammar, Make, always, dump, grammars, joined
+from loadgen import ServerError
+from loadgen.client import upload
 
 if TYPE_CHECKING:
     from benchmarks.chaos.engine import Saboteur
@@ -28,15 +29,10 @@ RESPONSES = "/v1/responses"
 HI = f'{{"model":"{MODEL}","max_tokens":{TOKENS},"messages":[{{"role":"user","content":"hi"}}],"temperature":0'
 
 
-def sized(name: str, path: str, make: Callable[[int], str | bytes], sizes: Sequence[int] = SIZES) -> Iterator[Bomb]:
+def sized(name: str, path: str, make: Make, sizes: Sequence[int] = SIZES) -> Iterator[Bomb]:
     """Yield a body in each size."""
     for size in sizes:
-        yield Bomb(f"{name} of {size:,}", path, partial(_as_bytes, make, size), SERVED)
-
-
-def _as_bytes(make: Callable[[int], str | bytes], size: int, _limit: int) -> bytes:
-    made = make(size)
-    return made.encode("utf-8", "surrogatepass") if isinstance(made, str) else made
+        yield Bomb(f"{name} of {size:,}", path, lambda _limit, size=size: make(size), SERVED)  # type: ignore[misc]
 
 
 def of_chat(grammar: HostileGrammar, size: int) -> str:
@@ -119,10 +115,10 @@ async def run_batch(
     scale.dice().shuffle(lines)
     saboteur.faults[f"batch of {name}"] += 1
     try:
-        batch = await load.submit(saboteur.session, lines, CHAT)
-        state = await load.wait_batch(saboteur.session, batch, time.monotonic() + BATCH_SECONDS)
-        rows, errors = await load.read_rows(saboteur.session, state)
-    except (aiohttp.ClientError, TimeoutError, KeyError) as error:
+        batch = await load.submit(saboteur.client, lines, CHAT)
+        state = await load.wait_batch(saboteur.client, batch, time.monotonic() + BATCH_SECONDS)
+        rows, errors = await load.read_rows(saboteur.client, state)
+    except (ServerError, KeyError) as error:
         saboteur.wrong[f"batch of {name}: {type(error).__name__} {error}"] += 1
         return
     missing = load.miscounted(bodies, rows + errors)
@@ -137,7 +133,7 @@ async def run_batch(
 async def send_inputs(saboteur: "Saboteur", scale: Scale) -> None:
     """Send prompts in thousands of pieces, large tools and grammars, run batches of such lines, and create a batch of
     one line again and again."""
-    pieces = [bomb for each in joined(MODEL) for bomb in sized(each.name, each.path, each.make)]
+    pieces = [bomb for each in joined(MODEL) for bomb in sized(each.name, each.path, each.text)]
     await saboteur.send_bombs([*pieces, *sized("tools", CHAT, large_tools, TOOL_SIZES)], 1)
     await run_batch(saboteur, scale, "odd numbers", odd_lines(), innocent_lines(10))
     schemas = [of_schema(slow_schema(i)) for i in range(scale.of(300, 20))]
@@ -146,22 +142,23 @@ async def send_inputs(saboteur: "Saboteur", scale: Scale) -> None:
     for size in SIZES[:3]:
         hostile = [body for each in scale.some(grammars(), 12) if _is_json(body := of_chat(each, size))]
         await run_batch(saboteur, scale, f"grammars of {size:,}", hostile, innocent_lines(scale.of(100, 10), size))
-    uploaded = await load.upload(saboteur.session, load.line("a", json.dumps(load.body_of([20, 21], 1))).encode())
-    batch = {"input_file_id": (await uploaded.json())["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-    again = Bomb("a batch", "/v1/batches", lambda _: dump(batch).encode(), SERVED)
+    line = load.line("a", json.dumps(load.body_of([20, 21], 1)))
+    file = await upload(saboteur.client, line.encode(), "lines.jsonl")
+    batch = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    again = Bomb("a batch", "/v1/batches", always(batch), SERVED)
     await saboteur.send_bombs([again] * scale.of(1000, 50), AT_ONCE)
 
 
 async def write_blanks(saboteur: "Saboteur", scale: Scale) -> None:
     """Make the model answer with white space where a call of a function may begin."""
     prompt = f'{{"model":"{MODEL}","prompt":"\\n\\n\\n\\n","max_tokens":1,"return_token_ids":true}}'
-    _, answer = await ask(saboteur.session, "/v1/completions", prompt.encode())
+    _, answer = await ask(saboteur.client, "/v1/completions", prompt.encode())
     blank = json.loads(answer)["choices"][0]["prompt_token_ids"][-1]
     tools = '"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{}}}}]'
     lengths, bombs = (300, 600, 1200, 1900), list[Bomb]()
     for tokens in lengths[: scale.of(len(lengths), 2)]:
         head = HI.replace(f":{TOKENS},", f":{tokens},") + f',"logit_bias":{{"{blank}":100}},"ignore_eos":true,{tools}'
         for stream in ("true", "false"):
-            body = f'{head},"stream":{stream}}}'.encode()
-            bombs.append(Bomb(f"{tokens} blanks, stream {stream}", CHAT, lambda _, body=body: body, SERVED))  # type: ignore[misc]
+            body = always(f'{head},"stream":{stream}}}')
+            bombs.append(Bomb(f"{tokens} blanks, stream {stream}", CHAT, body, SERVED))
     await saboteur.send_bombs(bombs, 1)

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import aiohttp
+from loadgen.client import TERMINAL, Client, create, expect, upload
 
 MODEL = "tidemill-demo"
-TERMINAL = {"completed", "failed", "expired", "cancelled"}
 
 
 def make_prompts(dice: random.Random, count: int, length: int) -> list[list[int]]:
@@ -28,44 +27,24 @@ def line(name: str, body: str, url: str = "/v1/completions") -> str:
     return f'{{"custom_id":"{name}","method":"POST","url":"{url}","body":{body}}}\n'
 
 
-async def upload(session: aiohttp.ClientSession, text: bytes) -> aiohttp.ClientResponse:
-    """Upload a batch's input; the response has been read."""
-    form = aiohttp.FormData()
-    form.add_field("purpose", "batch")
-    form.add_field("file", text, filename="lines.jsonl")
-    async with session.post("/v1/files", data=form) as response:
-        await response.read()
-        return response
-
-
-async def create(session: aiohttp.ClientSession, file: str, url: str = "/v1/completions") -> str:
-    """Create a batch of an uploaded file and return its id."""
-    body = {"input_file_id": file, "endpoint": url, "completion_window": "24h"}
-    async with session.post("/v1/batches", json=body) as response:
-        return str((await response.json())["id"])
-
-
-async def submit(session: aiohttp.ClientSession, lines: Iterable[str], url: str = "/v1/completions") -> str:
+async def submit(client: Client, lines: Iterable[str], url: str = "/v1/completions") -> str:
     """Upload lines, create their batch and return its id."""
-    uploaded = await upload(session, "".join(lines).encode("utf-8", "surrogatepass"))
-    return await create(session, (await uploaded.json())["id"], url)
+    file = await upload(client, "".join(lines).encode("utf-8", "surrogatepass"), "lines.jsonl")
+    return str((await create(client, file, url, "24h"))["id"])
 
 
-async def wait_batch(session: aiohttp.ClientSession, batch: str, until: float) -> dict[str, Any]:
+async def wait_batch(client: Client, batch: str, until: float) -> dict[str, Any]:
     """Return the batch when it has ended, or its state at `until`."""
-    while True:
-        async with session.get(f"/v1/batches/{batch}") as response:
-            state: dict[str, Any] = await response.json()
-        if state["status"] in TERMINAL or time.monotonic() > until:
-            return state
+    while (state := await expect(client, "GET", f"/v1/batches/{batch}"))["status"] not in TERMINAL:
+        if time.monotonic() > until:
+            break
         await asyncio.sleep(0.5)
+    return state
 
 
-async def read_rows(
-    session: aiohttp.ClientSession, state: dict[str, Any]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+async def read_rows(client: Client, state: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows of the output file and of the error file."""
-    return await _rows(session, state.get("output_file_id")), await _rows(session, state.get("error_file_id"))
+    return await _rows(client, state.get("output_file_id")), await _rows(client, state.get("error_file_id"))
 
 
 def miscounted(names: Iterable[str], rows: Iterable[dict[str, Any]]) -> int:
@@ -74,11 +53,11 @@ def miscounted(names: Iterable[str], rows: Iterable[dict[str, Any]]) -> int:
     return sum(found[name] != 1 for name in names)
 
 
-async def _rows(session: aiohttp.ClientSession, file: str | None) -> list[dict[str, Any]]:
+async def _rows(client: Client, file: str | None) -> list[dict[str, Any]]:
     if not file:
         return []
-    async with session.get(f"/v1/files/{file}/content") as response:
-        return [_row(text) for text in (await response.read()).splitlines()]
+    _, data = await client.raw("GET", f"/v1/files/{file}/content")
+    return [_row(text) for text in data.splitlines()]
 
 
 def _row(text: bytes) -> dict[str, Any]:

@@ -43,7 +43,3 @@ def main(argv: list[str] | None = None) -> None:
         print(f"  ({time.monotonic() - begin:.0f} s)", flush=True)
     if broken:
         raise SystemExit(f"promises broken in: {', '.join(broken)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.chaos.load import MODEL
+from loadgen.client import Client
 
 NUMBERS, AT_ONCE = 48, 4
 CUT = 0.1
@@ -96,21 +97,21 @@ class Answer:
         return list(zip(self.at, self.at[1:], strict=False))
 
 
-async def ask(session: aiohttp.ClientSession, number: int, *, stream: bool, most: int | None = None) -> Answer:
+async def ask(client: Client, number: int, *, stream: bool, most: int | None = None) -> Answer:
     """Send the request with this number; disconnect after `most` chunks."""
     _, path, body = request_of(number)
-    return await send(session, path, body, stream=stream, most=most)
+    return await send(client, path, body, stream=stream, most=most)
 
 
 async def send(
-    session: aiohttp.ClientSession, path: str, body: dict[str, Any], *, stream: bool = True, most: int | None = None
+    client: Client, path: str, body: dict[str, Any], *, stream: bool = True, most: int | None = None
 ) -> Answer:
     """Send a request and return its answer, whole or broken."""
     if stream:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     answer = Answer(at=[time.monotonic()])
     try:
-        async with session.post(path, json=body) as response:
+        async with client.session.post(client.target.url(path), json=body) as response:
             if response.status != 200 or not stream:
                 answer.take(await response.json())
                 return answer
@@ -170,7 +171,7 @@ def compare(number: int, expected: Answer, got: Answer) -> list[Difference]:
     return found
 
 
-async def is_tie(session: aiohttp.ClientSession, difference: Difference) -> bool:
+async def is_tie(client: Client, difference: Difference) -> bool:
     """Return whether both tokens of a greedy answer had nearly the same probability there."""
     kind, path, body = request_of(difference.number)
     place = difference.place
@@ -178,7 +179,7 @@ async def is_tie(session: aiohttp.ClientSession, difference: Difference) -> bool
         return False
     prompt = [*body["prompt"], *difference.expected[:place]]
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 5}
-    async with session.post(path, json=body) as response:
+    async with client.session.post(client.target.url(path), json=body) as response:
         (top,) = (await response.json())["choices"][0]["logprobs"]["top_logprobs"]
     first, second = sorted(top.values(), reverse=True)[:2]
     return bool(first - second < MARGIN)
@@ -186,11 +187,10 @@ async def is_tie(session: aiohttp.ClientSession, difference: Difference) -> bool
 
 @dataclass(slots=True)
 class Tally:
-    """Answers of clients: `same`, `cut`, errors by text, differences; `gaps`: every wait for a chunk of a stream."""
+    """Answers of clients: `cut`, errors by text, differences; `gaps`: every wait for a chunk of a stream."""
 
     asked: int = 0
     choices: int = 0
-    same: int = 0
     cut: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     differences: list[Difference] = field(default_factory=list)
@@ -208,17 +208,16 @@ class Tally:
         elif found := compare(number, expected, got):
             self.differences += found
         else:
-            self.same += got.tokens == expected.tokens
             self.errors["wrong usage"] += got.tokens != expected.tokens
 
 
-async def undisturbed(session: aiohttp.ClientSession) -> list[Answer]:
+async def undisturbed(client: Client) -> list[Answer]:
     """Return the answers of all numbers, a few at a time. Raise RuntimeError if one fails."""
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> Answer:
         async with turns:
-            return await ask(session, number, stream=number % 2 == 0)
+            return await ask(client, number, stream=number % 2 == 0)
 
     found = await asyncio.gather(*map(one, range(NUMBERS)))
     if failed := [answer.error for answer in found if answer.error is not None]:
@@ -227,28 +226,26 @@ async def undisturbed(session: aiohttp.ClientSession) -> list[Answer]:
 
 
 async def keep_asking(
-    session: aiohttp.ClientSession, expected: Sequence[Answer], dice: random.Random, done: asyncio.Event, tally: Tally
+    client: Client, expected: Sequence[Answer], dice: random.Random, done: asyncio.Event, tally: Tally
 ) -> None:
     """Send one request after another until `done`; some clients disconnect."""
     while not done.is_set():
         number, stream = dice.randrange(NUMBERS), dice.random() < 0.6
         most = dice.randrange(1, 12) if stream and dice.random() < CUT else None
-        answer = await ask(session, number, stream=stream, most=most)
+        answer = await ask(client, number, stream=stream, most=most)
         tally.add(number, expected[number], answer)
         if answer.error is not None:
             await asyncio.sleep(0.1)
 
 
 @asynccontextmanager
-async def clients(
-    session: aiohttp.ClientSession, expected: Sequence[Answer], count: int, dice: random.Random
-) -> AsyncIterator[Tally]:
+async def clients(client: Client, expected: Sequence[Answer], count: int, dice: random.Random) -> AsyncIterator[Tally]:
     """Keep so many clients asking during the block."""
     tally, done = Tally(), asyncio.Event()
     async with asyncio.TaskGroup() as group:
         for _ in range(count):
             own = random.Random(dice.random())
-            group.create_task(keep_asking(session, expected, own, done, tally))
+            group.create_task(keep_asking(client, expected, own, done, tally))
         try:
             yield tally
         finally:

@@ -4,15 +4,16 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-
 from benchmarks.chaos.child import VARIABLE
-from benchmarks.live import serving
+from benchmarks.live import read_page, serving
+from loadgen.client import Client
+from loadgen.plan import Target
 
 FLAGS = ("--slo", "ttft_p99=120s", "--max-queue-time", "none", "--dtype", "float32", "--profile-seconds", "5")
 LAG, OWN_LAG = "tidemill_loop_lag_seconds_bucket", "tidemill_loop_own_lag_seconds_bucket"
@@ -28,13 +29,9 @@ class Server:
     pid: int
     folder: Path
 
-    @asynccontextmanager
-    async def session(self, key: str | None = None) -> AsyncIterator[aiohttp.ClientSession]:
-        """Open a client with any number of connections and no limit of time."""
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        limit, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(self.url, timeout=limit, connector=connector, headers=headers) as session:
-            yield session
+    def client(self, key: str = "") -> Client:
+        """Return a client with any number of connections and hours of patience."""
+        return Client(Target(self.url, api_key=key, timeout=6 * 3600.0), time.monotonic)
 
     def resident(self) -> int:
         """Return the resident bytes of the gateway; 0 if it has ended."""
@@ -79,19 +76,14 @@ def _key_file(folder: Path, keys: Mapping[str, str]) -> Path:
     return path
 
 
-async def read_metrics(session: aiohttp.ClientSession) -> str:
-    async with session.get("/metrics") as response:
-        return await response.text()
-
-
 def figure(page: str, name: str) -> float:
     """Sum of the samples of /metrics whose name and labels begin with `name`."""
     return sum(float(row.rsplit(" ", 1)[1]) for row in page.splitlines() if row.startswith(name))
 
 
-async def read_lag(session: aiohttp.ClientSession) -> tuple[dict[float, float], dict[float, float]]:
+async def read_lag(client: Client) -> tuple[dict[float, float], dict[float, float]]:
     """Count, by bound, how often the event loop was at most so late; the second one without waits for a core."""
-    page = (await read_metrics(session)).splitlines()
+    page = (await read_page(client)).splitlines()
     return _buckets(page, LAG), _buckets(page, OWN_LAG)
 
 

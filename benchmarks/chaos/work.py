@@ -12,7 +12,9 @@ import aiohttp
 from benchmarks.chaos import load, oracle
 from benchmarks.chaos.oracle import Answer, Tally, request_of
 from benchmarks.chaos.promises import Promise, never, none_of, shown
-from benchmarks.chaos.server import Server, figure, read_metrics
+from benchmarks.chaos.server import Server, figure
+from benchmarks.live import read_page
+from loadgen.client import Client
 
 CHAT = "/v1/chat/completions"
 MEMORY, DESCRIPTORS = 64e6, 8
@@ -23,11 +25,12 @@ IDLE_SECONDS, BATCH_SECONDS, ANSWER_SECONDS = 60.0, 900.0, 120.0
 COMPLETIONS = [number for number in range(oracle.NUMBERS) if request_of(number)[1] == "/v1/completions"]
 
 
-async def ask(session: aiohttp.ClientSession, path: str, body: bytes) -> tuple[int | str, bytes]:
+async def ask(client: Client, path: str, body: bytes) -> tuple[int | str, bytes]:
     """Post JSON; return the status and the answer, or the name of the error and nothing."""
     headers, limit = {"Content-Type": "application/json"}, aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+    url = client.target.url(path)
     try:
-        async with session.post(path, data=body, headers=headers, timeout=limit) as response:
+        async with client.session.post(url, data=body, headers=headers, timeout=limit) as response:
             return response.status, await response.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         return type(error).__name__, b""
@@ -36,9 +39,9 @@ async def ask(session: aiohttp.ClientSession, path: str, body: bytes) -> tuple[i
 # --- answers
 
 
-async def of_answers(session: aiohttp.ClientSession, tally: Tally) -> list[Promise]:
+async def of_answers(client: Client, tally: Tally) -> list[Promise]:
     """Check the answers of clients."""
-    ties = [difference for difference in tally.differences if await oracle.is_tie(session, difference)]
+    ties = [difference for difference in tally.differences if await oracle.is_tie(client, difference)]
     for difference in tally.differences:
         print(f"  {difference}", flush=True)
     drawn = sum(difference.sampled for difference in tally.differences)
@@ -59,16 +62,16 @@ def number_of(line: int) -> int:
     return COMPLETIONS[line % len(COMPLETIONS)]
 
 
-async def submit_batch(session: aiohttp.ClientSession, lines: int) -> str:
+async def submit_batch(client: Client, lines: int) -> str:
     """Submit a batch of requests with known answers and return its id."""
     bodies = (json.dumps(request_of(number_of(i))[2]) for i in range(lines))
-    return await load.submit(session, (load.line(str(i), body) for i, body in enumerate(bodies)))
+    return await load.submit(client, (load.line(str(i), body) for i, body in enumerate(bodies)))
 
 
-async def of_batch(session: aiohttp.ClientSession, batch: str, lines: int, expected: Sequence[Answer]) -> Promise:
+async def of_batch(client: Client, batch: str, lines: int, expected: Sequence[Answer]) -> Promise:
     """Check that every line of the batch has one row with the undisturbed answer."""
-    state = await load.wait_batch(session, batch, time.monotonic() + BATCH_SECONDS)
-    rows, errors = await load.read_rows(session, state)
+    state = await load.wait_batch(client, batch, time.monotonic() + BATCH_SECONDS)
+    rows, errors = await load.read_rows(client, state)
     harm = Counter({"lines without one row": load.miscounted(map(str, range(lines)), rows + errors)})
     harm["error rows"] = len(errors)
     used = 0
@@ -101,9 +104,9 @@ class Holdings:
 async def take_stock(server: Server) -> Holdings:
     """Wait until no request runs, and return the resources that the server holds."""
     until = time.monotonic() + IDLE_SECONDS
-    async with server.session() as session:
+    async with server.client() as client:
         while True:
-            page = await read_metrics(session)
+            page = await read_page(client)
             active = figure(page, "tidemill_requests_running") + figure(page, "tidemill_requests_waiting")
             if not active or time.monotonic() > until:
                 owned = figure(page, 'tidemill_device_units_by_state{state="owned"}')

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.drawing import Series
 from benchmarks.experiments.apt_point import Arm, Load, Point, requests_of, run_point, with_cache
 from benchmarks.experiments.machine import MachineSpec, build_machine
-from benchmarks.experiments.replay import each
+from benchmarks.experiments.replay import Each
 from benchmarks.experiments.table import Result, figure, mean
 from loadgen.stats import wilson
 
@@ -123,7 +123,6 @@ LLAMAS_SHORT = shortened(replace(LLAMAS, parts=LLAMAS.parts[1:], cvs=()))
 
 
 def points(config: Config, data: Path | None, seed: int) -> list[Point]:
-    """All runs of a seed."""
     found = []
     for part in config.parts:
         limit = part.machine.max_model_len
@@ -137,11 +136,10 @@ def points(config: Config, data: Path | None, seed: int) -> list[Point]:
     return found
 
 
-def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
-    """All rows of one seed."""
+def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Callable[[str], None]) -> list[Result]:
     results: list[Result] = []
     asked = points(config, data, seed)
-    for point, metrics in zip(asked, each(run_point, asked, workers), strict=True):
+    for point, metrics in zip(asked, each(run_point, asked), strict=True):
         load, model = point.load, point.machine.spec.model
         setting = {"model": model, "workload": load.workload, "rate": point.rate, "cv": point.cv}
         setting |= {"ttft": load.ttft, "tbt": load.tbt, "online_policy": point.arm.policy, "cache": point.arm.cache}

@@ -15,11 +15,10 @@ from engine.scheduling.report import report_stats
 from engine.virtual import VirtualDriver, VirtualRun
 from loadgen import traces, workloads
 from loadgen.arrivals import Process
+from loadgen.simulation.device import with_hidden
 from loadgen.simulation.gpu import fit_device, int8_share
 from loadgen.simulation.run import Metrics, Row, rows_of
 
-HIDDEN_SHARE = 2
-"""KV blocks in the pool for every block that a step may run from hidden state, as in the live engine."""
 HOST_BYTES = 64 * 2**30
 
 
@@ -79,11 +78,7 @@ def with_cache(machine: Machine, cache: str) -> Machine:
     if cache in {"hidden", "both"}:
         if shape.hidden_size > shape.num_kv_heads * shape.head_dim:
             raise ValueError(f"hidden state of {model} takes more than half the room of its K and V")
-        # Every HIDDEN_SHARE blocks of KV come with the K and V of one more block, for one layer.
-        units = int(config.num_units / (1 + 1 / (HIDDEN_SHARE * shape.num_layers)))
-        scratch = units // UNITS_PER_BLOCK // HIDDEN_SHARE
-        config = replace(config, num_units=units, scratch_blocks=scratch)
-        config = replace(config, rho=costs.rho(config.compact_tokens))
+        config = with_hidden(config, costs, shape.num_layers)
     return replace(machine, config=config, predictor=predictor)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.drawing import Series
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
-from benchmarks.experiments.replay import ONLINE_ONLY, Replays, Scenario, Setting
+from benchmarks.experiments.replay import ONLINE_ONLY, Each, Replays, Scenario, Setting
 from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, average, figure, mean, ratios
 from engine.colocation.replay import step_range
@@ -139,19 +139,18 @@ def targets(config: Config) -> list[Target]:
     return [Target(metric, tolerance) for metric in METRICS for tolerance in config.tolerances]
 
 
-def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Say) -> list[Result]:
-    """All rows of one seed."""
+def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Say) -> list[Result]:
     machine = build_machine(config.machine, seed)
     say(f"seed {seed}: predictor MAPE {machine.mape:.2%} (hygen features {machine.mape_hygen:.2%})")
-    with Replays(machine, scenarios(config, data, seed), seed, workers) as replays:
-        first = explore(machine, config, replays)
-        say(f"seed {seed}: {len(first.points)} replays of the window on which parameters are chosen")
-        further = [Surface(partial(replays.on, name), first.online_only) for name in FURTHER]
-        chosen = choices(first, config, further)
-        second = Surface(lambda settings: replays.on("reported", settings), first.online_only)
-        distinct = [setting for by_targets in chosen.values() for setting in by_targets.values()]
-        second.replay([second.online_only, Setting(UNLIMITED), *distinct])
-        say(f"seed {seed}: {len(second.points)} replays of the window that is reported")
+    replays = Replays(machine, scenarios(config, data, seed), seed, each)
+    first = explore(machine, config, replays)
+    say(f"seed {seed}: {len(first.points)} replays of the window on which parameters are chosen")
+    further = [Surface(partial(replays.on, name), first.online_only) for name in FURTHER]
+    chosen = choices(first, config, further)
+    second = Surface(partial(replays.on, "reported"), first.online_only)
+    distinct = [setting for by_targets in chosen.values() for setting in by_targets.values()]
+    second.replay([second.online_only, Setting(UNLIMITED), *distinct])
+    say(f"seed {seed}: {len(second.points)} replays of the window that is reported")
     describe = partial(_result, config, second, machine, seed)
     results = [describe("online-only", (), second.online_only), describe("sarathi++", (), Setting(UNLIMITED))]
     for policy, by_targets in chosen.items():
@@ -161,7 +160,7 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Sa
 
 def explore(machine: Machine, config: Config, replays: Replays) -> Surface:
     """The surface of the first window, all families."""
-    surface = Surface(lambda settings: replays.on("chosen", settings), Setting(ONLINE_ONLY))
+    surface = Surface(partial(replays.on, "chosen"), Setting(ONLINE_ONLY))
     surface.replay([surface.online_only, Setting(UNLIMITED)])
     for family in families(machine, config):
         surface.explore(family, targets(config), config.margin)

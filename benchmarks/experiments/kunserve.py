@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
-from benchmarks.experiments.replay import each, online_arrivals
+from benchmarks.experiments.replay import Each, online_arrivals
 from benchmarks.experiments.table import Result, average, mean, ratios
 from benchmarks.figures import percentile
 from benchmarks.simulated_fleet.fleet import ROUTERS, FleetDriver
@@ -81,8 +81,6 @@ BURSTS_SHORT = replace(BURSTS, engines=2, phases=(5.0, 15.0, 60.0, 15.0, 20.0))
 
 
 class Task(NamedTuple):
-    """One run."""
-
     config: Config
     rows: tuple[Row, ...]
     means: Means
@@ -146,13 +144,12 @@ def violations(found: Sequence[Latencies], rivals: Sequence[Latencies]) -> list[
     ]
 
 
-def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
-    """All rows of one seed."""
+def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Callable[[str], None]) -> list[Result]:
     results: list[Result] = []
     for load in config.loads:
         rows = rows_for(config, data, load, seed)
         tasks = [Task(config, rows, means, seed) for means in config.arms]
-        ran = each(run_task, tasks, workers)
+        ran = each(run_task, tasks)
         rivals = [latencies for task, (_, latencies) in zip(tasks, ran, strict=True) if not task.means.drop]
         broken = violations([latencies for _, latencies in ran], rivals)
         for task, (metrics, _), shares in zip(tasks, ran, broken, strict=True):

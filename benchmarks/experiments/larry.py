@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.drawing import Series
 from benchmarks.experiments.machine import MachineSpec, build_machine
-from benchmarks.experiments.replay import Replays, Scenario, Setting, part_of_trace
+from benchmarks.experiments.replay import Each, Replays, Scenario, Setting, part_of_trace
 from benchmarks.experiments.table import Result, average, figure, gains, mean
 from engine.limits import UNLIMITED_QUEUE
 from loadgen import lengths
@@ -76,21 +76,20 @@ def scenario(config: Config, data: Path | None, workload: str, rate: float, seed
     return Scenario(rows, (), config.warm_up)
 
 
-def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
-    """All rows of one seed."""
+def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Callable[[str], None]) -> list[Result]:
     machine = build_machine(config.machine, seed)
     compared = arms()
     points = [(name, factor, factor * rate) for name, rate in config.rates for factor in config.factors]
     cases = {f"{name}@{factor:g}": scenario(config, data, name, rate, seed) for name, factor, rate in points}
     results = []
-    with Replays(machine, cases, seed, workers) as replays:
-        for name, factor, rate in points:
-            found = replays.on(f"{name}@{factor:g}", [arm.setting for arm in compared])
-            for arm, metrics in zip(compared, found, strict=True):
-                setting = {"workload": f"larry-{name}", "factor": factor, "rate": rate, **dict(arm.described)}
-                setting["online_policy"] = arm.setting.online_policy
-                results.append(Result("larry", arm.policy, setting, seed, metrics))
-            say(f"seed {seed}: {name} at {rate:.3g} requests/s")
+    replays = Replays(machine, cases, seed, each)
+    for name, factor, rate in points:
+        found = replays.on(f"{name}@{factor:g}", [arm.setting for arm in compared])
+        for arm, metrics in zip(compared, found, strict=True):
+            setting = {"workload": f"larry-{name}", "factor": factor, "rate": rate, **dict(arm.described)}
+            setting["online_policy"] = arm.setting.online_policy
+            results.append(Result("larry", arm.policy, setting, seed, metrics))
+        say(f"seed {seed}: {name} at {rate:.3g} requests/s")
     return results
 
 

@@ -15,19 +15,19 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from benchmarks.experiments import apt, hybridserve, hygen, kunserve, larry, orderings, parts, sal
+from benchmarks.experiments.replay import side_by_side
 from benchmarks.experiments.table import Result, render, write_table
 from engine.errors import TidemillError
 from loadgen import InputError
 
 
 class Experiment(NamedTuple):
-    """An experiment of a paper."""
-
     config: Any
     """The checked-in configuration."""
     short: Any
     """The same with short windows."""
     run_seed: Callable[..., list[Result]]
+    """All rows of one seed."""
     summary: Callable[[Sequence[Result]], tuple[list[str], list[list[Any]]]]
     figures: Callable[[Sequence[Result]], dict[str, str]]
 
@@ -96,15 +96,16 @@ def _run(arguments: argparse.Namespace) -> list[orderings.Ordering]:
         raise InputError("--seeds and --workers must be at least 1")
     began = time.monotonic()
     results: list[Result] = []
-    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        results += experiment.run_seed(config, arguments.data_dir, seed, arguments.workers, _say)
-        if arguments.out is not None:  # after every seed: an interruption keeps the finished rows
-            write_table(results, arguments.out, experiment.figures(results))
-            _say(f"table.json and figures in {arguments.out}")
+    with side_by_side(arguments.workers) as each:
+        for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+            results += experiment.run_seed(config, arguments.data_dir, seed, each, _say)
+            if arguments.out is not None:  # after every seed: an interruption keeps the finished rows
+                write_table(results, arguments.out, experiment.figures(results))
+                _say(f"table.json and figures in {arguments.out}")
     print(render(*experiment.summary(results)))
     found = orderings.QUICK[arguments.name].orderings(results) if arguments.quick else []
-    for each in found:
-        print(f"{'yes' if each.holds else 'NO ':3}  {each.claim}: {each.low:.4g}, {each.high:.4g}", flush=True)
+    for claim in found:
+        print(f"{'yes' if claim.holds else 'NO ':3}  {claim.claim}: {claim.low:.4g}, {claim.high:.4g}", flush=True)
     _say(f"{time.monotonic() - began:.0f} s")
     return found
 

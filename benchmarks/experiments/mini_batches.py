@@ -34,11 +34,11 @@ def imbalance(costs: OffloadCosts, kv: int, act: int) -> float:
 
 
 def mini_batches(
-    requests: Sequence[HostBlocks], costs: OffloadCosts, *, max_kv: int, max_act: int, epsilon: float = EPSILON
+    requests: Sequence[HostBlocks], costs: OffloadCosts, *, max_kv: int, max_act: int
 ) -> list[tuple[int, ...]]:
     """Indices of the requests of each mini-batch (§4.3.3): largest first, while they fit into the buffers.
 
-    A request joins if the imbalance then is no more than it was, or than 1 + `epsilon`. While one side is empty,
+    A request joins if the imbalance then is no more than it was, or than 1 + EPSILON. While one side is empty,
     requests that have blocks of that type come first. Raises ValueError if one does not fit the buffers by itself.
     """
     for blocks in requests:
@@ -49,7 +49,7 @@ def mini_batches(
     while rest:
         batch = [rest.pop(0)]
         kv, act = requests[batch[0]]
-        while (index := _next(requests, rest, costs, (kv, act), (max_kv, max_act), epsilon)) is not None:
+        while (index := _next(requests, rest, costs, (kv, act), (max_kv, max_act))) is not None:
             rest.remove(index)
             batch.append(index)
             kv, act = kv + requests[index].kv, act + requests[index].act
@@ -58,7 +58,7 @@ def mini_batches(
 
 
 def even_mini_batches(
-    requests: Sequence[HostBlocks], costs: OffloadCosts, *, max_kv: int, max_act: int, epsilon: float = EPSILON
+    requests: Sequence[HostBlocks], costs: OffloadCosts, *, max_kv: int, max_act: int
 ) -> list[tuple[int, ...]]:
     """`mini_batches` of about equal size, each with the balance of all requests together.
 
@@ -69,12 +69,12 @@ def even_mini_batches(
     kv, act = sum(blocks.kv for blocks in requests), sum(blocks.act for blocks in requests)
     if kv and act:
         costs = replace(costs, regenerate=costs.load_kv * kv / act)
-    found = mini_batches(requests, costs, max_kv=max_kv, max_act=max_act, epsilon=epsilon)
+    found = mini_batches(requests, costs, max_kv=max_kv, max_act=max_act)
     if len(found) < 2:
         return found
     share_kv = kv // len(found) + max(blocks.kv for blocks in requests)
     share_act = act // len(found) + max(blocks.act for blocks in requests)
-    even = mini_batches(requests, costs, max_kv=min(share_kv, max_kv), max_act=min(share_act, max_act), epsilon=epsilon)
+    even = mini_batches(requests, costs, max_kv=min(share_kv, max_kv), max_act=min(share_act, max_act))
     return even if len(even) <= len(found) else found
 
 
@@ -88,11 +88,10 @@ def _next(
     costs: OffloadCosts,
     held: tuple[int, int],
     limits: tuple[int, int],
-    epsilon: float,
 ) -> int | None:
     """The first of `rest` (largest first) that may join a mini-batch of `held` (KV, ACT) blocks."""
     # Requests that are all alike must share a mini-batch: their sums differ by rounding.
-    bound = max(imbalance(costs, *held), 1.0 + epsilon) * (1.0 + 1e-9)
+    bound = max(imbalance(costs, *held), 1.0 + EPSILON) * (1.0 + 1e-9)
     welcome = None
     for index in rest:
         kv, act = held[0] + requests[index].kv, held[1] + requests[index].act

@@ -12,11 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.experiments.mini_batches import HostBlocks, even_mini_batches, mini_batches
-from benchmarks.experiments.pipelines import Compact, Layout, OffloadDevice, Stage, Timeline, run_layers
+from benchmarks.experiments.pipelines import BLOCK, Compact, Layout, OffloadDevice, Stage, Timeline, run_layers
 from engine.cache.placement import HostSplit, OffloadCosts, ideal_act, next_is_act, split_host
 from loadgen.simulation.gpu import NOISE
 
-BLOCK = 16
 SAMPLES = (16, 32, 64, 128, 256, 512)
 """Blocks at which the costs are measured, `REPEATS` times each."""
 REPEATS = 4

@@ -6,6 +6,7 @@ makes them repeatable: an ordering that fails is a change of the scheduler or of
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.experiments import apt, hybridserve, hygen, kunserve, larry, parts, sal
@@ -33,10 +34,13 @@ class Quick(NamedTuple):
     """The small configuration of an experiment, the orderings of its results, and the seeds that they take."""
 
     config: Any
-    orderings: Callable[[Sequence[Result]], list[Ordering]]
+    claims: Callable[["Of"], list[Ordering]]
     seeds: int = 1
     traced: float | None = None
     """Seconds of the window with public traces, whose requests differ more than made ones; None: that of `config`."""
+
+    def orderings(self, results: Sequence[Result]) -> list[Ordering]:
+        return self.claims(partial(of, results))
 
 
 def of(results: Sequence[Result], key: str, policy: str, **setting: Any) -> float:
@@ -47,117 +51,101 @@ def of(results: Sequence[Result], key: str, policy: str, **setting: Any) -> floa
     return mean(found, key)
 
 
-def _hygen(results: Sequence[Result]) -> list[Ordering]:
-    def rate(policy: str, metric: str) -> float:
-        return of(results, "offline_throughput", policy, metric=metric)
+Of = Callable[..., float]
+"""`of` for the results of a run."""
 
-    limited = of(results, "interference_tbt_mean", "tidemill", metric="tbt_mean")
-    free = of(results, "interference_tbt_mean", "sarathi++")
+
+def _hygen(of: Of) -> list[Ordering]:
+    rate = partial(of, "offline_throughput")
+    flat, limited = rate("hygen", metric="tbt_mean"), of("interference_tbt_mean", "tidemill", metric="tbt_mean")
+    fixed, loose = (rate(policy, metric="tbt_p99") for policy in ("hygen-star", "hygen"))
     return [
+        Ordering("tokens/s, P99 TBT: fixed rate < flat budget", fixed, loose, 2),
+        Ordering("tokens/s, mean TBT: flat < weighted budget", flat, rate("tidemill", metric="tbt_mean")),
         Ordering(
-            "tokens/s, P99 TBT: fixed rate < flat budget", rate("hygen-star", "tbt_p99"), rate("hygen", "tbt_p99"), 2
+            "interference with mean TBT: budget < no control", limited, of("interference_tbt_mean", "sarathi++"), 3.0
         ),
-        Ordering("tokens/s, mean TBT: flat < weighted budget", rate("hygen", "tbt_mean"), rate("tidemill", "tbt_mean")),
-        Ordering("interference with mean TBT: budget < no control", limited, free, 3.0),
     ]
 
 
-def _parts(results: Sequence[Result]) -> list[Ordering]:
-    def error(profile: str) -> float:
-        return of(
-            [r for r in results if r.setting["part"] == "predictor"], "predictor_mape", "tidemill", profile=profile
-        )
-
-    def rate(policy: str, **setting: Any) -> float:
-        return of(results, "offline_throughput", policy, **setting)
-
+def _parts(of: Of) -> list[Ordering]:
+    error, rate = partial(of, "predictor_mape", "tidemill", part="predictor"), partial(of, "offline_throughput")
     rates = [rate("hygen", part="rates", profile="full", metric="tbt_p99", rate=at) for at in (2.0, 0.5)]
-    broken = [of(results, "interference_tbt_mean", policy, part="profiler") for policy in ("hygen", parts.NAIVE)]
+    broken = [of("interference_tbt_mean", policy, part="profiler") for policy in ("hygen", parts.NAIVE)]
     orders = [rate("tidemill", part="psm", offline_policy=order) for order in ("fcfs", "psm")]
     return [
-        Ordering("error: default < the paper's features", error("full"), error("hygen"), 1.2),
-        Ordering("error: own < another device's latency model", error("full"), error("a40"), 10.0),
+        Ordering("error: default < the paper's features", error(profile="full"), error(profile="hygen"), 1.2),
+        Ordering("error: own < another device's latency model", error(profile="full"), error(profile="a40"), 10.0),
         Ordering("offline tokens/s: fewer at a higher online rate", rates[0], rates[1], 1.2),
         Ordering("interference: budget found for the SLO < the SLO as budget", broken[0], broken[1], 1.2),
         Ordering("offline tokens/s: arrival order < prefix order", orders[0], orders[1], 1.5),
     ]
 
 
-def _kunserve(results: Sequence[Result]) -> list[Ordering]:
-    def p99(arm: str) -> float:
-        return of(results, "ttft_p99", arm)
-
-    found = [Ordering(f"P99 TTFT: drop < {arm}", p99(kunserve.OURS), p99(arm), 1.5) for arm in ("recompute", "swap")]
-    bubbles, preempted = (
-        [of(results, key, arm) for arm in (kunserve.OURS, other)]
-        for key, other in (("bubbles", "no lookahead"), ("preemptions", "recompute"))
-    )
-    found.append(Ordering("bubbles: with < without lookahead", bubbles[0], bubbles[1], 1.2))
-    return [*found, Ordering("preemptions: drop < recompute", preempted[0], preempted[1], 2.0)]
-
-
-def _bursts(results: Sequence[Result]) -> list[Ordering]:
-    def value(key: str, arm: str) -> float:
-        return of(results, key, arm)
-
-    ours, rival, kept = kunserve.OURS, "recompute", "no restore"
+def _kunserve(of: Of) -> list[Ordering]:
     return [
-        Ordering("drops: one for each burst", 2.0, value("drops", ours)),
-        Ordering("P50 TTFT: restored < pipelines for good", value("ttft_p50", ours), value("ttft_p50", kept)),
-        Ordering("P99 TTFT: drop < recompute", value("ttft_p99", ours), value("ttft_p99", rival), 1.5),
-        Ordering("SLO violations: drop < recompute", value("violations_5", ours), value("violations_5", rival), 2.0),
+        Ordering(f"{claim} < {other}", of(key, kunserve.OURS), of(key, rival), factor)
+        for claim, other, key, rival, factor in (
+            ("P99 TTFT: drop", "recompute", "ttft_p99", "recompute", 1.5),
+            ("P99 TTFT: drop", "swap", "ttft_p99", "swap", 1.5),
+            ("bubbles: with", "without lookahead", "bubbles", "no lookahead", 1.2),
+            ("preemptions: drop", "recompute", "preemptions", "recompute", 2.0),
+        )
     ]
 
 
-def _larry(results: Sequence[Result]) -> list[Ordering]:
-    found = []
-    for key, claim in (("ttft_p50", "P50 TTFT"), ("ttft_p95", "P95 TTFT"), ("normalized_ttft_p95", "P95 TTFT a token")):
-        best = min(of(results, key, policy) for policy in ("fcfs", "random", "trail+"))
-        mine = of(results, key, "larry", alpha=1.0, served_ttft=None)
-        found.append(Ordering(f"{claim}: LARRY < the best rival", mine, best, 1.1))
-    served = of(results, "ttft_p50", "larry", served_ttft=larry.SERVED_TTFT)
-    return [*found, Ordering("P50 TTFT: LARRY as served < 0.4 x fcfs", served, 0.4 * of(results, "ttft_p50", "fcfs"))]
-
-
-def _sal(results: Sequence[Result]) -> list[Ordering]:
-    def p99(router: str) -> float:
-        return of(results, "ttft_p99", router)
+def _bursts(of: Of) -> list[Ordering]:
+    def pair(key: str, rival: str) -> tuple[float, float]:
+        return of(key, kunserve.OURS), of(key, rival)
 
     return [
-        Ordering(f"P99 TTFT on unequal engines: SAL < {name}", p99("sal"), p99(name), 1.1)
+        Ordering("drops: one for each burst", 2.0, of("drops", kunserve.OURS)),
+        Ordering("P50 TTFT: restored < pipelines for good", *pair("ttft_p50", "no restore")),
+        Ordering("P99 TTFT: drop < recompute", *pair("ttft_p99", "recompute"), 1.5),
+        Ordering("SLO violations: drop < recompute", *pair("violations_5", "recompute"), 2.0),
+    ]
+
+
+def _larry(of: Of) -> list[Ordering]:
+    found = []
+    for key, claim in (("ttft_p50", "P50 TTFT"), ("ttft_p95", "P95 TTFT"), ("normalized_ttft_p95", "P95 TTFT a token")):
+        best = min(of(key, policy) for policy in ("fcfs", "random", "trail+"))
+        mine = of(key, "larry", alpha=1.0, served_ttft=None)
+        found.append(Ordering(f"{claim}: LARRY < the best rival", mine, best, 1.1))
+    served = of("ttft_p50", "larry", served_ttft=larry.SERVED_TTFT)
+    return [*found, Ordering("P50 TTFT: LARRY as served < 0.4 x fcfs", served, 0.4 * of("ttft_p50", "fcfs"))]
+
+
+def _sal(of: Of) -> list[Ordering]:
+    return [
+        Ordering(f"P99 TTFT on unequal engines: SAL < {name}", of("ttft_p99", "sal"), of("ttft_p99", name), 1.1)
         for name in ("round-robin", "random")
     ]
 
 
-def _apt(results: Sequence[Result]) -> list[Ordering]:
-    def kept(policy: str, **setting: Any) -> float:
-        return of(results, "slo_attainment", policy, **setting)
-
+def _apt(of: Of) -> list[Ordering]:
+    fcfs, apt, goodput = (of("slo_attainment", policy) for policy in ("fcfs", "apt-kv", "goodput-kv"))
     return [
-        Ordering("attainment under overload: fcfs < apt", kept("fcfs"), kept("apt-kv"), 1.2),
-        Ordering("attainment under overload: fcfs < goodput", kept("fcfs"), kept("goodput-kv"), 1.2),
+        Ordering("attainment under overload: fcfs < apt", fcfs, apt, 1.2),
+        Ordering("attainment under overload: fcfs < goodput", fcfs, goodput, 1.2),
     ]
 
 
-def _llamas(results: Sequence[Result]) -> list[Ordering]:
-    def kept(policy: str) -> float:
-        return of(results, "slo_attainment", policy)
-
+def _llamas(of: Of) -> list[Ordering]:
+    fcfs, goodput, int8 = (of("slo_attainment", policy) for policy in ("fcfs-kv", "goodput-kv", "fcfs-int8"))
     return [
-        Ordering("attainment: fcfs < goodput", kept("fcfs-kv"), kept("goodput-kv"), 1.2),
-        Ordering("attainment: 16-bit < 8-bit cache", kept("fcfs-kv"), kept("fcfs-int8")),
+        Ordering("attainment: fcfs < goodput", fcfs, goodput, 1.2),
+        Ordering("attainment: 16-bit < 8-bit cache", fcfs, int8),
     ]
 
 
-def _hybrid(results: Sequence[Result]) -> list[Ordering]:
+def _hybrid(of: Of) -> list[Ordering]:
     found = []
     for load in HYBRID.loads:
-        rate = {
-            arm: of(results, "output_tokens_per_s", arm, model=load.model)
-            for arm in ("flexgen-kv", "act-only", "hybrid")
-        }
-        better = max(rate["flexgen-kv"], rate["act-only"])
-        found.append(Ordering(f"tokens/s of {load.model}: the better part < hybrid", better, rate["hybrid"]))
+        kv, act, hybrid = (
+            of("output_tokens_per_s", arm, model=load.model) for arm in ("flexgen-kv", "act-only", "hybrid")
+        )
+        found.append(Ordering(f"tokens/s of {load.model}: the better part < hybrid", max(kv, act), hybrid))
     return found
 
 

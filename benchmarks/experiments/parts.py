@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.experiments import hygen
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine, mean_error, true_seconds
-from benchmarks.experiments.replay import ONLINE_ONLY, Replays, Setting, recorded_steps
+from benchmarks.experiments.replay import ONLINE_ONLY, Each, Replays, Setting, recorded_steps
 from benchmarks.experiments.surface import Family, Surface, Target, interference
 from benchmarks.experiments.table import Result, mean
 from engine.colocation.replay import step_range
@@ -83,8 +83,7 @@ CONFIG = Config()
 SHORT = replace(CONFIG, window=60.0, rates=(1.0,), lines=500, mooncake=None)
 
 
-def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
-    """All rows of one seed."""
+def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Callable[[str], None]) -> list[Result]:
     machine = build_machine(config.base.machine, seed)
     for name in FOREIGN:
         machine.profiles[name] = build_machine(replace(config.base.machine, device=name), seed).predictor
@@ -92,9 +91,9 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Ca
     say(f"seed {seed}: predictor")
     for case in config.cases():
         own = machine if case.at.machine == config.base.machine else build_machine(case.at.machine, seed)
-        results += case_rows(own, config.targets, case, data, seed, workers)
+        results += case_rows(own, config.targets, case, data, seed, each)
         say(f"seed {seed}: {case.workload}, {case.at.rate:g} requests/s")
-    results += psm_rows(config, data, seed, workers)
+    results += psm_rows(config, data, seed, each)
     say(f"seed {seed}: prefix order")
     return results
 
@@ -126,27 +125,27 @@ def families(model: LatencyPredictor, machine: Machine, profile: str) -> list[Fa
 
 
 def case_rows(
-    machine: Machine, targets: Sequence[Target], case: Case, data: Path | None, seed: int, workers: int
+    machine: Machine, targets: Sequence[Target], case: Case, data: Path | None, seed: int, each: Each
 ) -> list[Result]:
     """Throughput at each target with each latency model, and the promises beside the budgets found for them."""
     online_only, margin = Setting(ONLINE_ONLY), case.at.margin
     promised = [Target("tbt_mean", tolerance) for tolerance in case.promises]
     rows = []
-    with Replays(machine, hygen.scenarios(case.at, data, seed), seed, workers) as replays:
-        first = Surface(partial(replays.on, "chosen"), online_only)
-        second = Surface(partial(replays.on, "reported"), online_only)
-        for surface in (first, second):
-            surface.replay([online_only])
-        for profile in case.profiles:
-            first.members = {}
-            for family in families(machine.profile(profile), machine, profile):
-                first.explore(family, [*targets, *(() if profile else promised)], margin)
-            for policy, names in (("hygen", ("flat",)), ("tidemill", ("flat", "tbt_mean"))):
-                for target in targets:
-                    setting = first.choose(target, margin, names)
-                    rows.append(_row("rates", case, second, target, setting, policy, profile, seed))
-            if not profile:
-                rows += [row for target in promised for row in _promise_rows(case, first, second, target, seed)]
+    replays = Replays(machine, hygen.scenarios(case.at, data, seed), seed, each)
+    first = Surface(partial(replays.on, "chosen"), online_only)
+    second = Surface(partial(replays.on, "reported"), online_only)
+    for surface in (first, second):
+        surface.replay([online_only])
+    for profile in case.profiles:
+        first.members = {}
+        for family in families(machine.profile(profile), machine, profile):
+            first.explore(family, [*targets, *(() if profile else promised)], margin)
+        for policy, names in (("hygen", ("flat",)), ("tidemill", ("flat", "tbt_mean"))):
+            for target in targets:
+                setting = first.choose(target, margin, names)
+                rows.append(_row("rates", case, second, target, setting, policy, profile, seed))
+        if not profile:
+            rows += [row for target in promised for row in _promise_rows(case, first, second, target, seed)]
     return rows
 
 
@@ -186,7 +185,7 @@ def prefix_lines(config: Config, seed: int) -> tuple[tuple[tuple[float, int, int
     return rows, tuple((int(group), int(shared[group])) for group in groups)
 
 
-def psm_rows(config: Config, data: Path | None, seed: int, workers: int) -> list[Result]:
+def psm_rows(config: Config, data: Path | None, seed: int, each: Each) -> list[Result]:
     """One budget, two orders of the offline lines. Prompts count whole, found in the cache or not."""
     machine = build_machine(replace(config.base.machine, prefix_caching=True), seed)
     rows, shared = prefix_lines(config, seed)
@@ -194,8 +193,8 @@ def psm_rows(config: Config, data: Path | None, seed: int, workers: int) -> list
     scenario = replace(online, offline=rows, shared=shared)
     budget = BudgetParams("hygen", config.budget)
     orders = ("psm", "fcfs")
-    with Replays(machine, {"prefixes": scenario}, seed, workers) as replays:
-        found = replays.on("prefixes", [Setting(budget, offline_policy=order) for order in orders])
+    replays = Replays(machine, {"prefixes": scenario}, seed, each)
+    found = replays.on("prefixes", [Setting(budget, offline_policy=order) for order in orders])
     described = {"part": "psm", "workload": "prefixes", "rate": config.base.rate, "params": asdict(budget)}
     return [
         Result("hygen-parts", "tidemill", {**described, "offline_policy": order}, seed, dict(metrics))

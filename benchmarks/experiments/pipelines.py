@@ -15,7 +15,10 @@ from loadgen.simulation.gpu import SimulatedDevice
 Compact = Literal["none", "project", "tokens"]
 """Stand-in for K and V: none; ACT, from which K and V are projected again; token ids."""
 
-MIB = 2**20
+BLOCK = 16
+"""Tokens of a block."""
+BUFFER_BYTES = 512 * 2**20
+"""Bytes of a buffer of K and V."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,6 @@ class OffloadDevice:
     """One layer of a model on a simulated device; sizes in bytes, times in seconds."""
 
     simulated: SimulatedDevice
-    block_size: int = 16
 
     @property
     def layers(self) -> int:
@@ -44,7 +46,7 @@ class OffloadDevice:
     @property
     def block_bytes(self) -> float:
         """K and V of one block in one layer."""
-        return self.simulated.model.kv_bytes_per_token * self.block_size / self.layers
+        return self.simulated.model.kv_bytes_per_token * BLOCK / self.layers
 
     def load_seconds(self, num_bytes: float) -> float:
         """Bytes over the link, one way."""
@@ -88,28 +90,26 @@ class Layout:
     max_blocks: int
 
 
-def lay_out(
-    device: OffloadDevice, compact: Compact, *, prefill_tokens: int, buffer_bytes: int = 512 * MIB, kept_tokens: int = 0
-) -> Layout:
+def lay_out(device: OffloadDevice, compact: Compact, *, prefill_tokens: int, kept_tokens: int) -> Layout:
     """Divide the device's memory: buffers first, then weights, then cache.
 
-    Two KV buffers of `buffer_bytes`, two ACT buffers for as many blocks, and one buffer that K and V are regenerated
+    Two KV buffers of `BUFFER_BYTES`, two ACT buffers for as many blocks, and one buffer that K and V are regenerated
     into; two buffers for the streamed weights of a layer. `kept_tokens`: tokens with a hidden state on the device
     between layers. Weights go before cache: a byte of either saves one on the link, and prefill has no use for cache.
     Raises ValueError when the buffers do not fit.
     """
     simulated, model = device.simulated, device.simulated.model
-    buffers = 2.0 * buffer_bytes
+    buffers = 2.0 * BUFFER_BYTES
     if compact == "project":
-        buffers += 2.0 * device.ratio * buffer_bytes
+        buffers += 2.0 * device.ratio * BUFFER_BYTES
     if compact in ("project", "tokens"):
-        buffers += buffer_bytes
+        buffers += BUFFER_BYTES
     widths = prefill_tokens * (4 * model.hidden_size + model.ffn_size) + kept_tokens * model.hidden_size
     embeddings = model.weight_bytes - device.layers * device.layer_bytes
     free = simulated.device.memory_bytes * simulated.utilization - buffers - embeddings
     free -= widths * model.bytes_per_value
     weights, double = device.layers * device.layer_bytes, 2 * device.layer_bytes
-    blocks = int(buffer_bytes // device.block_bytes)
+    blocks = int(BUFFER_BYTES // device.block_bytes)
     if free >= weights:
         return Layout(1.0, free - weights, blocks)
     if free < double:

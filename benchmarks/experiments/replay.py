@@ -5,13 +5,14 @@ carry the names of the load generator's reports; times in seconds, throughput in
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from multiprocessing import get_context
-from types import TracebackType
-from typing import TypeVar
+from typing import Any
 
 from benchmarks.experiments.machine import Machine
 from engine.api import EngineRequest, RequestClass
@@ -175,57 +176,39 @@ def _at_rate(scenario: Scenario, rate: float, seed: int, limit: int) -> list[Arr
     return found
 
 
-# --- replays side by side: a few worker processes that each hold the machine and the scenarios
+# --- replays side by side
 
-Task = tuple[str, Setting]
-Case = TypeVar("Case")
-Found = TypeVar("Found")
-_held: tuple[Machine, dict[str, Scenario], int] | None = None
+Each = Callable[..., list[Any]]
+"""Apply a function to each case, in order; the function, its argument and its result must be picklable."""
 
 
-def _hold(machine: Machine, scenarios: dict[str, Scenario], seed: int) -> None:
-    global _held
-    _held = machine, scenarios, seed
+def one_by_one(run: Callable[[Any], Any], cases: Sequence[Any]) -> list[Any]:
+    """Apply `run` to each case in this process."""
+    return list(map(run, cases))
 
 
-def _replay(task: Task) -> Metrics:
-    assert _held is not None, "the worker was not set up"
-    machine, scenarios, seed = _held
-    name, setting = task
-    return replay(machine, scenarios[name], setting, seed)
+@contextmanager
+def side_by_side(workers: int) -> Iterator[Each]:
+    """Yield `Each` of so many processes. One worker: in this process."""
+    if workers <= 1:
+        yield one_by_one
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"))
+    try:
+        yield lambda run, cases: list(pool.map(run, cases))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
+@dataclass(frozen=True, slots=True)
 class Replays:
-    """Replays settings on named scenarios of one seed; a context manager. One worker: in this process."""
+    """Replays of settings on named scenarios of one seed."""
 
-    def __init__(self, machine: Machine, scenarios: dict[str, Scenario], seed: int, workers: int) -> None:
-        self._arguments = machine, scenarios, seed
-        self._workers = workers
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> "Replays":
-        if self._workers > 1:
-            context = get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._workers, context, initializer=_hold, initargs=self._arguments)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+    machine: Machine
+    scenarios: Mapping[str, Scenario]
+    seed: int
+    each: Each
 
     def on(self, scenario: str, settings: Sequence[Setting]) -> list[Metrics]:
         """The metrics of each setting, in order."""
-        if self._pool is not None:
-            return list(self._pool.map(_replay, [(scenario, setting) for setting in settings]))
-        machine, scenarios, seed = self._arguments
-        return [replay(machine, scenarios[scenario], setting, seed) for setting in settings]
-
-
-def each(run: Callable[[Case], Found], cases: Sequence[Case], workers: int) -> list[Found]:
-    """`run` on each case, in order; its argument and result must be picklable. One worker: in this process."""
-    if workers <= 1:
-        return [run(case) for case in cases]
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        return list(pool.map(run, cases))
+        return self.each(partial(replay, self.machine, self.scenarios[scenario], seed=self.seed), settings)

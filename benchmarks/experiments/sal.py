@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.experiments.machine import Machine, MachineSpec, build_machine
-from benchmarks.experiments.replay import each, online_arrivals, part_of_trace
+from benchmarks.experiments.replay import Each, online_arrivals, part_of_trace
 from benchmarks.experiments.table import Result, average, gains, mean, ratios
-from benchmarks.simulated_fleet.fleet import ROUTERS, FleetDriver, OneByOne, Server
+from benchmarks.simulated_fleet.fleet import ROUTERS, FleetDriver, Server, launcher_of
 from engine.core import EngineCore
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.policies import find_policy
@@ -65,8 +65,6 @@ SHORT = replace(CONFIG, fleets=FLEETS[:1], window=20.0)
 
 
 class Task(NamedTuple):
-    """One run."""
-
     config: Config
     fleet: Fleet
     rows: tuple[Row, ...]
@@ -113,7 +111,7 @@ def servers_of(task: Task) -> list[Server]:
         machine = machine_of(config.machine, device, task.seed)
         policy = find_policy(task.policy)
         core = EngineCore(machine.config, online_policy=policy, offline_policy="fcfs", objective=objective)
-        runner = OneByOne(machine.runner(1000 * task.seed + number))
+        runner = launcher_of(machine.runner(1000 * task.seed + number))
         found.append(Server(number, core, runner, step_seconds(machine)))
     return found
 
@@ -131,8 +129,7 @@ def run_task(task: Task) -> Metrics:
     return found
 
 
-def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Callable[[str], None]) -> list[Result]:
-    """All rows of one seed."""
+def run_seed(config: Config, data: Path | None, seed: int, each: Each, say: Callable[[str], None]) -> list[Result]:
     results: list[Result] = []
     for fleet in config.fleets:
         worth = speed(config, fleet, seed)
@@ -143,7 +140,7 @@ def run_seed(config: Config, data: Path | None, seed: int, workers: int, say: Ca
             tasks = [
                 Task(config, fleet, rows, policy, name, seed) for policy in fleet.policies for name in config.routers
             ]
-            for task, metrics in zip(tasks, each(run_task, tasks, workers), strict=True):
+            for task, metrics in zip(tasks, each(run_task, tasks), strict=True):
                 setting = {"workload": workload, "fleet": fleet.name, "online_policy": task.policy, "rate": rate}
                 results.append(Result("sal", task.router, setting, seed, metrics))
             say(f"seed {seed}: {workload} on {fleet.name} engines at {rate * worth:.3g} requests/s")

@@ -7,7 +7,7 @@ target, the one with the most offline throughput is taken.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -73,21 +73,18 @@ class Surface:
         """At most `family.runs` replays: the grid, then brackets around each target's best."""
         wanted = [target for target in targets if target.metric in family.metrics]
         ratio = family.high / family.low
-        self._add(family, [family.low * ratio ** (i / (family.grid - 1)) for i in range(family.grid)])
+        self.add(family.name, family.make, [family.low * ratio ** (i / (family.grid - 1)) for i in range(family.grid)])
         while (left := family.runs - len(self.members[family.name])) > 0:
             middles = self._middles(family, wanted, margin)
             if not middles:
                 return
-            self._add(family, middles[: min(left, BATCH)])
+            self.add(family.name, family.make, middles[: min(left, BATCH)])
 
-    def add(self, name: str, settings: Mapping[float, Setting]) -> None:
+    def add(self, name: str, make: Callable[[float], Setting], values: Sequence[float]) -> None:
         """Replay settings as members of a family, each with its parameter."""
         members = self.members.setdefault(name, {})
-        members.update(settings)
+        members.update((value, make(value)) for value in values)
         self.replay(list(members.values()))
-
-    def _add(self, family: Family, values: Sequence[float]) -> None:
-        self.add(family.name, {value: family.make(value) for value in values})
 
     def _middles(self, family: Family, targets: Sequence[Target], margin: float) -> list[float]:
         """Middles of the gaps beside the best member of each target, those with the most to gain first."""

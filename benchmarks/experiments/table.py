@@ -38,9 +38,7 @@ def figure(title: str, series: Sequence[Series], x: str, y: str, *, log_x: bool 
 def render(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return aligned columns of text, numbers to the right."""
     cells = [[_cell(value) for value in row] for row in rows]
-    widths = [
-        max(len(column), *(len(row[i]) for row in cells)) if cells else len(column) for i, column in enumerate(header)
-    ]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(header, widths, strict=True)).rstrip()]
     for row, values in zip(cells, rows, strict=True):
         parts = [

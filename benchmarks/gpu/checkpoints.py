@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu.loop import make_runner, scheduler_config
 from benchmarks.gpu.setup import Setup, measure_limits
-from benchmarks.gpu.steps import OF_STEP, Shape, floor_of, note_of, time_shape
+from benchmarks.gpu.steps import OF_STEP, Shape, floor_of, step_row, time_shape
 from benchmarks.gpu.table import Row
 from engine.config import EngineConfig
 from engine.execution.backend import find_backend
@@ -77,8 +77,7 @@ def _check(checkpoint: Checkpoint, setup: Setup) -> Iterator[Row]:
         timing = time_shape(setup, runner, shape, setup.size(12, 2))
         floor = floor_of(spec, shape, limits, setup.dtype.itemsize, checkpoint.itemsize) * 1e3
         kind = f"prompt of {shape.chunk}" if shape.chunk else f"decode step, B{shape.decodes} c{shape.context}"
-        title = f"{checkpoint.name}: {kind}"
-        yield Row(title, "ms", timing.step * 1e3, floor / OF_STEP, floor, "", True, note_of(timing))
+        yield step_row(f"{checkpoint.name}: {kind}", timing, floor / OF_STEP, floor)
 
 
 def _load(checkpoint: Checkpoint, setup: Setup) -> tuple[ModelSpec, ModelWeights, tuple[str, ...]]:

@@ -55,9 +55,8 @@ def compare(setup: Setup, name: str) -> Row:
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         model.save_pretrained(folder)
         spec = load_spec(Path(folder))
-        runner = make_runner(
-            setup, spec, load_weights(spec, Path(folder), dtype=kind, device=setup.device), config
-        )  # fmt: skip
+        weights = load_weights(spec, Path(folder), dtype=kind, device=setup.device)
+        runner = make_runner(setup, spec, weights, config)
     loop = Loop(runner, config)
     requests = _requests(setup)
     loop.run(requests)

@@ -22,6 +22,8 @@ from engine.triton_kernels import Kernels, configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch
 
 _BLOCK, _LAYERS = 16, 2
+_NUM_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
+"""Of the 8B shape, whose attention is timed."""
 _OF_BANDWIDTH, _OF_MATMUL, _BEHIND_A_PAST = 0.85, 0.506, 0.6
 """What decode and prefill attention should reach: 147 µs and 400 TFLOP/s on an H200; of bandwidth, a short chunk."""
 _HEADS = ((64, 14, 2), (80, 8, 8), (96, 16, 4), (128, 32, 8), (128, 8, 8), (256, 16, 2))
@@ -39,36 +41,35 @@ class PagedCase:
     pool: Tensor
     table: Tensor
     lengths: list[int]
-    heads: int
 
     @property
     def view(self) -> PoolView:
         return PoolView(self.pool, self.table, None, len(self.pool), pair=_LAYERS)
 
     def row(self, index: int) -> "PagedCase":
-        return PagedCase(self.pool, self.table[index : index + 1], [self.lengths[index]], self.heads)
+        return PagedCase(self.pool, self.table[index : index + 1], [self.lengths[index]])
 
 
-def paged_case(setup: Setup, lengths: list[int], head_dim: int, heads: int, kv_heads: int) -> PagedCase:
+def paged_case(setup: Setup, lengths: list[int]) -> PagedCase:
     blocks = max(-(-length // _BLOCK) for length in lengths)
     count, slices = len(lengths) * blocks, UNITS_PER_BLOCK * _LAYERS  # of a block
-    generator = torch.Generator().manual_seed(head_dim)
-    pool = torch.randn((slices * count, _BLOCK, kv_heads, head_dim), device=setup.device, dtype=setup.dtype)
+    generator = torch.Generator().manual_seed(_HEAD_DIM)
+    pool = torch.randn((slices * count, _BLOCK, _KV_HEADS, _HEAD_DIM), device=setup.device, dtype=setup.dtype)
     entries = slices * torch.randperm(count, generator=generator).reshape(len(lengths), blocks)
-    return PagedCase(pool, entries.to(setup.device, torch.int32), lengths, heads)
+    return PagedCase(pool, entries.to(setup.device, torch.int32), lengths)
 
 
-def decode_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out: Tensor) -> Callable[[], None]:
+def decode_call(setup: Setup, kernels: Kernels, case: PagedCase) -> Callable[[], None]:
     """One call of the decode kernel over every row of the case."""
-    (_, _, kv_heads, head_dim), device = case.pool.shape, setup.device
-    config = configs.decode_config(configs.device_arch(device), head_dim, case.heads // kv_heads, setup.dtype)
+    device, (q, out) = setup.device, _queries(setup, len(case.lengths))
+    config = configs.decode_config(configs.device_arch(device), _HEAD_DIM, _NUM_HEADS // _KV_HEADS, setup.dtype)
     cuda = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
-    items = configs.decode_items(len(case.lengths), kv_heads, processors)
+    items = configs.decode_items(len(case.lengths), _KV_HEADS, processors)
     work = DecodeWork(len(case.lengths), items, config.block_n, device)
     work.fill(np.arange(len(case.lengths), dtype=np.int32), np.array(case.lengths, dtype=np.int32))
     work.buffer.upload()
-    scratch = _scratch(case, items)
+    scratch = _scratch(device, items)
 
     def call() -> None:
         kernels.decode_attention(q, case.view, work, scratch, out, layer=1)
@@ -76,33 +77,35 @@ def decode_call(setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out:
     return call
 
 
-def _scratch(case: PagedCase, items: int) -> Scratch:
-    (_, _, kv_heads, head_dim), device = case.pool.shape, case.pool.device
-    return Scratch(
-        torch.empty((items, case.heads, head_dim), device=device), torch.empty((items, case.heads), device=device),
-        torch.zeros((items, kv_heads), dtype=torch.int32, device=device),
-    )  # fmt: skip
+def _queries(setup: Setup, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return queries, and room for their outputs."""
+    q = torch.randn((tokens, _NUM_HEADS, _HEAD_DIM), device=setup.device, dtype=setup.dtype)
+    return q, torch.empty_like(q)
 
 
-def prefill_call(
-    setup: Setup, kernels: Kernels, case: PagedCase, q: Tensor, out: Tensor, chunk: int
-) -> Callable[[], None]:
+def _scratch(device: torch.device, items: int) -> Scratch:
+    outputs, sums = (
+        torch.empty(shape, device=device) for shape in ((items, _NUM_HEADS, _HEAD_DIM), (items, _NUM_HEADS))
+    )
+    return Scratch(outputs, sums, torch.zeros((items, _KV_HEADS), dtype=torch.int32, device=device))
+
+
+def prefill_call(setup: Setup, kernels: Kernels, case: PagedCase, chunk: int) -> Callable[[], None]:
     """One call of the prefill kernel for the last `chunk` tokens (all, if there are fewer) of every row."""
-    (_, _, kv_heads, head_dim), device = case.pool.shape, setup.device
-    config = configs.prefill_config(configs.device_arch(device), head_dim, setup.dtype)
-    tile = config.block_m // (case.heads // kv_heads)
+    device, config = setup.device, configs.prefill_config(configs.device_arch(setup.device), _HEAD_DIM, setup.dtype)
+    tile = config.block_m // (_NUM_HEADS // _KV_HEADS)
     sizes = [min(chunk, length) for length in case.lengths]
     firsts = np.cumsum(sizes) - sizes
     chunks = [
         (row, first, size, length - size)
         for row, (first, size, length) in enumerate(zip(firsts, sizes, case.lengths, strict=True))
     ]
-    slots = configs.prefill_slots(kv_heads, configs.num_multiprocessors(device))
+    slots = configs.prefill_slots(_KV_HEADS, configs.num_multiprocessors(device))
     items = configs.prefill_items(sum(sizes), len(sizes), tile, slots)
     work = PrefillWork(len(sizes), items, tile, device, slots=slots, tile=config.block_n)
     work.fill(np.array(chunks, dtype=np.int32))
     work.buffer.upload()
-    scratch = _scratch(case, work.partials)
+    (q, out), scratch = _queries(setup, sum(sizes)), _scratch(device, work.partials)
 
     def call() -> None:
         kernels.prefill_attention(q, case.view, work, scratch, out, layer=1)
@@ -165,40 +168,24 @@ def check_attention(setup: Setup) -> Iterator[Row]:
     kernels, limits = setup.kernels(), measure_limits(setup)
     count, context = setup.size(32, 2), setup.size(4096, 40)
     with torch.inference_mode():
-        case = paged_case(setup, [context] * count, 128, 32, 8)
-        q = torch.randn((count, 32, 128), device=setup.device, dtype=setup.dtype)
-        seconds = setup.seconds(decode_call(setup, kernels, case, q, torch.empty_like(q)))
+        case = paged_case(setup, [context] * count)
+        seconds = setup.seconds(decode_call(setup, kernels, case))
         floor = 2 * count * context * 8 * 128 * setup.dtype.itemsize / limits.bandwidth
-        yield Row(
-            "decode attention, 8B shape, B32 c4k",
-            "µs",
-            seconds * 1e6,
-            floor * 1e6 / _OF_BANDWIDTH,
-            floor * 1e6,
-            "135 (TileOPs, H200)",
-            True,
-        )
+        name, anchor = "decode attention, 8B shape, B32 c4k", "135 (TileOPs, H200)"
+        yield Row(name, "µs", seconds * 1e6, floor * 1e6 / _OF_BANDWIDTH, floor * 1e6, anchor, True)
         for length in (setup.size(32768, 60), setup.size(8192, 40)):
-            case = paged_case(setup, [length], 128, 32, 8)
-            q = torch.randn((length, 32, 128), device=setup.device, dtype=setup.dtype)
-            call = prefill_call(setup, kernels, case, q, torch.empty_like(q), length)
+            case = paged_case(setup, [length])
+            call = prefill_call(setup, kernels, case, length)
             work, most = 4 * length * (length + 1) / 2 * 32 * 128 / 1e12, limits.flops / 1e12
             rate, theirs = (work / setup.seconds(each, 4) for each in (call, _torch_prefill(setup, length)))
             name = f"prefill attention, causal, d128, {length}"
             yield Row(name, "TFLOP/s", rate, _OF_MATMUL * most, most, f"{theirs:.0f} (torch here)")
         chunk, rows = setup.size(32, 8), 4  # rows in turn: their K and V are more than a cache on the device holds
-        case = paged_case(setup, [length] * rows, 128, 32, 8)
-        q = torch.randn((chunk, 32, 128), device=setup.device, dtype=setup.dtype)
-        calls = [prefill_call(setup, kernels, case.row(row), q, torch.empty_like(q), chunk) for row in range(rows)]
+        case = paged_case(setup, [length] * rows)
+        calls = [prefill_call(setup, kernels, case.row(row), chunk) for row in range(rows)]
         seconds = setup.seconds(together(setup, calls * setup.size(5, 1))) / (rows * setup.size(5, 1))
-        rate = 2 * length * 8 * 128 * setup.dtype.itemsize / seconds / 1e9
-        yield Row(
-            "prefill attention, 32 behind 8k",
-            "GB/s",
-            rate,
-            _BEHIND_A_PAST * limits.bandwidth / 1e9,
-            limits.bandwidth / 1e9,
-        )
+        rate, most = 2 * length * 8 * 128 * setup.dtype.itemsize / seconds / 1e9, limits.bandwidth / 1e9
+        yield Row("prefill attention, 32 behind 8k", "GB/s", rate, _BEHIND_A_PAST * most, most)
 
 
 def _torch_prefill(setup: Setup, length: int) -> Callable[[], object]:

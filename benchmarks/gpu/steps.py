@@ -55,6 +55,10 @@ class Timing:
     device: float
     launch: float
 
+    @property
+    def note(self) -> str:
+        return f"device {self.device * 1e3:.3g} ms, launch {self.launch * 1e3:.2g} ms"
+
 
 class LastStep:
     """Repeats the forward pass of the last step that the device ran, without the work of the host."""
@@ -159,32 +163,18 @@ def check_steps(setup: Setup) -> Iterator[Row]:
     for shape, anchor in ((one, "72 % of bandwidth"), (long, "54-61 %"), (wide, "54-61 %")):
         timing = time_shape(setup, runner, shape, runs)
         floor = floor_of(spec, shape, limits, setup.dtype.itemsize) * 1e3
-        name = f"8B decode step, B{shape.decodes} c{shape.context}"
-        yield Row(name, "ms", timing.step * 1e3, floor / OF_STEP, floor, anchor, True, note_of(timing))
+        yield step_row(f"8B decode step, B{shape.decodes} c{shape.context}", timing, floor / OF_STEP, floor, anchor)
         if shape is long:
-            gap = (timing.step - timing.device) * 1e3
-            yield Row(
-                f"host gap per step at {shape.decodes}", "ms", gap, 0.2, None, "0.31 (SGLang)", True, note_of(timing)
-            )
-    timing = time_shape(setup, runner, many, runs)
-    name, gap = f"host gap per step at {many.decodes}", (timing.step - timing.device) * 1e3
-    yield Row(name, "ms", gap, 0.5, None, "", True, note_of(timing))
+            yield _gap_row(shape, timing, 0.2, "0.31 (SGLang)")
+    yield _gap_row(many, time_shape(setup, runner, many, runs), 0.5)
     timing = time_shape(setup, runner, mixed, runs)
     ratio = timing.step / floor_of(spec, mixed, limits, setup.dtype.itemsize)
     name = f"mixed step, {mixed.chunk} + {mixed.decodes} decodes, over its floor"
-    yield Row(name, "x", ratio, 1.15, 1.0, "peers run it eager", True, note_of(timing))
+    yield Row(name, "x", ratio, 1.15, 1.0, "peers run it eager", True, timing.note)
     timing = time_shape(setup, runner, prefill, setup.size(5, 2))
     floor = prefill.chunk / floor_of(spec, prefill, limits, setup.dtype.itemsize) / 1e3
-    name = f"8B prefill, chunk of {prefill.chunk}"
-    yield Row(
-        name,
-        "k tok/s",
-        prefill.chunk / timing.step / 1e3,
-        OF_PREFILL * floor,
-        floor,
-        "43.9 (SGLang)",
-        note=note_of(timing),
-    )
+    name, rate = f"8B prefill, chunk of {prefill.chunk}", prefill.chunk / timing.step / 1e3
+    yield Row(name, "k tok/s", rate, OF_PREFILL * floor, floor, "43.9 (SGLang)", note=timing.note)
 
 
 def _small_model(setup: Setup, limits: Limits) -> Iterator[Row]:
@@ -193,11 +183,17 @@ def _small_model(setup: Setup, limits: Limits) -> Iterator[Row]:
     runner = make_runner(setup, spec, setup.weights(spec), config)
     timing = time_shape(setup, runner, shape, setup.size(50, 2))
     floor = floor_of(spec, shape, limits, setup.dtype.itemsize) * 1e3
-    yield Row("Qwen2.5-0.5B step, B1", "ms", timing.step * 1e3, 0.8, floor, "~4 (vLLM, A100)", True, note_of(timing))
+    yield step_row("Qwen2.5-0.5B step, B1", timing, 0.8, floor, "~4 (vLLM, A100)")
 
 
-def note_of(timing: Timing) -> str:
-    return f"device {timing.device * 1e3:.3g} ms, launch {timing.launch * 1e3:.2g} ms"
+def step_row(metric: str, timing: Timing, target: float, floor: float, anchor: str = "") -> Row:
+    """Return the row of a step time; `target` and `floor` in ms."""
+    return Row(metric, "ms", timing.step * 1e3, target, floor, anchor, True, timing.note)
+
+
+def _gap_row(shape: Shape, timing: Timing, target: float, anchor: str = "") -> Row:
+    gap = (timing.step - timing.device) * 1e3
+    return Row(f"host gap per step at {shape.decodes}", "ms", gap, target, None, anchor, True, timing.note)
 
 
 # --- swaps through the host tier: both ways beside a pinned copy of the same size, and their cost for steps beside

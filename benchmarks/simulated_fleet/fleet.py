@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from engine.api import RequestClass, RequestOutput
 from engine.client import LoadReport
@@ -82,25 +82,19 @@ class Flight(NamedTuple):
     token_times: Mapping[int, float] = {}
 
 
-class StepRunner(Protocol):
-    """Runs steps on the virtual clock."""
-
-    def launch(self, output: SchedulerOutput, now: float) -> Flight:
-        """Start a step at `now`; its times are known at once."""
-        ...
+Launch = Callable[[SchedulerOutput, float], Flight]
+"""Starts a step at a time of the virtual clock; its times are known at once."""
 
 
-class OneByOne:
-    """A device that runs one step after the other."""
+def launcher_of(runner: ModelRunner) -> Launch:
+    """Return the steps of a device that runs one after the other."""
 
-    def __init__(self, inner: ModelRunner) -> None:
-        self._inner = inner
-
-    def launch(self, output: SchedulerOutput, now: float) -> Flight:
-        """The step, from `now` on."""
-        result = self._inner.launch(output)()
+    def launch(output: SchedulerOutput, now: float) -> Flight:
+        result = runner.launch(output)()
         end = now + result.latency
         return Flight(result, end, end)
+
+    return launch
 
 
 class QueuedWork(NamedTuple):
@@ -139,7 +133,7 @@ class Server:
 
     number: int
     core: EngineCore
-    runner: StepRunner
+    launch: Launch
     step_seconds: float = 1.0
     closed: bool = False
     free_at: float = 0.0
@@ -230,7 +224,7 @@ class FleetDriver:
             for row in output.released_rows:
                 server.rows.pop(row, None)
             server.rows.update((new.row, new.request_id) for new in output.new_requests)
-            flight = server.runner.launch(output, self.now)
+            flight = server.launch(output, self.now)
             server.flights.append((output, flight))
             server.free_at = flight.free_at
             self.run_data.steps += 1

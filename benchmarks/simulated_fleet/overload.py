@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from benchmarks.experiments.machine import Machine
-from benchmarks.simulated_fleet.fleet import FleetDriver, OneByOne, Server, queued_work
+from benchmarks.simulated_fleet.fleet import FleetDriver, Server, launcher_of, queued_work
 from benchmarks.simulated_fleet.pipeline import Bubbles, Link, PipelineRunner, Transfer
 from benchmarks.simulated_fleet.plans import pipeline_units, plan_drop, split_layers
 from engine.core import EngineCore
@@ -135,7 +135,6 @@ class OverloadedFleet:
         self._closing: list[tuple[Party, ...]] = []
         self._leaving: dict[Server, tuple[Party, Party, int]] = {}
         self._preempted = 0
-        self._driver: FleetDriver | None = None
         model = machine.device.model
         self._layer_bytes = sum(rows * columns for rows, columns in model.linears()) * model.bytes_per_value
         self._unit_bytes = machine.config.block_size * model.kv_bytes_per_token / UNITS_PER_BLOCK
@@ -150,19 +149,12 @@ class OverloadedFleet:
         return [party.server for party in self.parties.values()]
 
     @property
-    def driver(self) -> FleetDriver:
-        """The driver that replays the arrivals."""
-        assert self._driver is not None, "no driver is bound"
-        return self._driver
-
-    @property
     def preemptions(self) -> int:
         """Requests that lost their place for want of memory, on servers of now and before."""
         return self._preempted + sum(sum(server.core.state.counters.preemptions.values()) for server in self.servers)
 
     def bind(self, driver: FleetDriver) -> None:
-        """What drives the servers."""
-        self._driver = driver
+        self.driver = driver
         driver.on_idle = self._idle
 
     def watch(self, now: float) -> None:
@@ -184,14 +176,14 @@ class OverloadedFleet:
     def _drop(self, parties: Sequence[Party]) -> None:
         groups = [_group(party) for party in parties]
         copy_units = int(self._machine.device.model.num_layers * self._layer_bytes / self._unit_bytes)
-        plan = plan_drop(groups, copy_units)
+        merges, enough = plan_drop(groups, copy_units)
         for party, group in zip(parties, groups, strict=True):
             if group.is_short and party.retiring and party.pulls is None:  # retiring units are needed
                 party.server.core.state.pool.grow(party.retiring)
                 party.retiring = 0
         if any(group.is_short for group in groups):
-            self.tally.too_little += not plan.enough
-        for members in plan.merges:
+            self.tally.too_little += not enough
+        for members in merges:
             self._close([parties[i] for i in members])
 
     def _close(self, parties: Sequence[Party]) -> None:
@@ -317,7 +309,7 @@ class OverloadedFleet:
             host = int(self._means.host_gib * 2**30 / self._unit_bytes)
             limits = replace(config, host_units=host, unit_bytes=int(self._unit_bytes))
             core = EngineCore(limits, offline_policy="fcfs")
-            server = Server(number, core, OneByOne(machine.runner(seed)), free_at=at)
+            server = Server(number, core, launcher_of(machine.runner(seed)), free_at=at)
         else:
             kept = split_layers(machine.device.model.num_layers, (1.0,) * size, self._head)
             room = [config.num_units * self._unit_bytes] * size
@@ -333,7 +325,7 @@ class OverloadedFleet:
             core.state.pool.grow(units - undropped)
             links = [self._links[engine] for engine in engines]
             runner = PipelineRunner(machine.device, kept, links, self._former(size), self.tally.bubbles, seed)
-            server = Server(number, core, runner, free_at=at)
+            server = Server(number, core, runner.launch, free_at=at)
         party = Party(server, tuple(zip(engines, kept, strict=True)), undropped)
         self.parties[number] = party
         return party

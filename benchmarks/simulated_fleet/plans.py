@@ -6,24 +6,18 @@ The live fleet forms pipelines of two engines only (`engine.fleet.overload`).
 import heapq
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.fleet.overload import Group  # imports the server's libraries, which a GPU check runs without
 
 
-class DropPlan(NamedTuple):
-    """The merges of groups and the units that they free."""
-
-    merges: tuple[tuple[int, ...], ...]  # per new group, the indices of its old groups in pipeline order
-    freed: int
-    enough: bool  # whether the freed units cover the missing ones; if not, more engines are needed
-
-
-def plan_drop(groups: "Sequence[Group]", copy_units: int) -> DropPlan:
+def plan_drop(groups: "Sequence[Group]", copy_units: int) -> tuple[list[tuple[int, ...]], bool]:
     """Merge the two smallest groups until the missing units of all groups are freed (Figure 6, O(N log N)).
 
-    Among groups of equal size, those with the most missing units merge first. Without a short group, return no merge.
+    Among groups of equal size, those with the most missing units merge first. Return for each new group the indices of
+    its old groups in pipeline order (nothing without a short group), and whether the freed units cover the missing
+    ones; if not, more engines are needed.
 
     Args:
         groups: The current groups.
@@ -31,7 +25,7 @@ def plan_drop(groups: "Sequence[Group]", copy_units: int) -> DropPlan:
     """
     needed = sum(group.missing for group in groups)
     if copy_units <= 0 or not any(group.is_short for group in groups):
-        return DropPlan((), 0, needed == 0)
+        return [], needed == 0
     heap: list[tuple[int, int, int, tuple[int, ...]]] = [
         (len(group.engines), -group.missing, i, (i,)) for i, group in enumerate(groups)
     ]
@@ -42,8 +36,7 @@ def plan_drop(groups: "Sequence[Group]", copy_units: int) -> DropPlan:
         size = first[0] + second[0]
         freed += copy_units
         heapq.heappush(heap, (size, first[1] + second[1], first[2], (*first[3], *second[3])))
-    merges = sorted(members for _, _, _, members in heap if len(members) > 1)
-    return DropPlan(tuple(merges), freed, freed >= needed)
+    return sorted(members for _, _, _, members in heap if len(members) > 1), freed >= needed
 
 
 def split_layers(num_layers: int, speeds: Sequence[float], last_extra: float = 0.0) -> tuple[range, ...]:

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.experiments.main import EXPERIMENTS
 from benchmarks.experiments.orderings import QUICK, Ordering
+from benchmarks.experiments.replay import one_by_one
 from benchmarks.experiments.table import Result
 
 
@@ -20,7 +21,7 @@ def test_the_ordering_of_the_paper(name: str) -> None:
     experiment, quick = EXPERIMENTS[name], QUICK[name]
     results: list[Result] = []
     for seed in range(quick.seeds):
-        results += experiment.run_seed(quick.config, None, seed, 1, lambda _text: None)
+        results += experiment.run_seed(quick.config, None, seed, one_by_one, lambda _text: None)
     failed = [each for each in quick.orderings(results) if not each.holds]
     assert not failed
     header, rows = experiment.summary(results)

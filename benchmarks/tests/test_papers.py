@@ -20,7 +20,7 @@ from benchmarks.experiments.table import Result, average, gains, ratios
 from benchmarks.simulated_fleet.fleet import ROUTERS, Chance
 from benchmarks.simulated_fleet.overload import LayerTransfer, exchanges
 from benchmarks.simulated_fleet.pipeline import CHUNK_SECONDS, Link
-from benchmarks.simulated_fleet.plans import DropPlan, pipeline_units, plan_drop, split_layers
+from benchmarks.simulated_fleet.plans import pipeline_units, plan_drop, split_layers
 from engine.api import EngineRequest, SamplingParams
 from engine.cache.placement import HostSplit, OffloadCosts, ideal_act, next_is_act, split_host
 from engine.client import LoadReport
@@ -107,9 +107,9 @@ def full(engines: int, first: int, queued: int) -> Group:
 def test_the_two_smallest_groups_merge_until_it_is_enough() -> None:
     groups = [full(1, 0, 53), full(1, 1, 3), full(2, 2, 46), full(1, 4, 13)]
     # Missing: 50 + 0 + 46 - 6 + 10 = 100. Of the small groups those with most missing merge, then the two smallest.
-    assert plan_drop(groups, copy_units=60) == DropPlan(((1, 0, 3),), 120, enough=True)
-    assert plan_drop([full(1, 0, 500)], copy_units=60) == DropPlan((), 0, enough=False)
-    assert plan_drop([Group((0,), 100, 90, 50), Group((1,), 100, 99, 1)], 60).merges == (), "there is still room"
+    assert plan_drop(groups, copy_units=60) == ([(1, 0, 3)], True)
+    assert plan_drop([full(1, 0, 500)], copy_units=60) == ([], False)
+    assert plan_drop([Group((0,), 100, 90, 50), Group((1,), 100, 99, 1)], 60)[0] == [], "there is still room"
 
 
 def test_layers_are_split_by_speed_and_a_copy_becomes_cache() -> None:
@@ -196,7 +196,7 @@ def known(settings: Sequence[Setting]) -> list[Metrics]:
 def surface_of(*budgets: float) -> Surface:
     surface = Surface(known, Setting(ONLINE_ONLY))
     surface.replay([surface.online_only])
-    surface.add("flat", {budget: flat(budget) for budget in budgets})
+    surface.add("flat", flat, budgets)
     return surface
 
 

@@ -22,7 +22,7 @@ from engine.models.spec import load_spec
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64,
         "intermediate_size": 96, "vocab_size": 2560}  # fmt: skip
-SHORT = ["--seconds", "6", "--rate", "2"]
+SHORT = ["--seconds", "9", "--rate", "2"]
 PROGRAMS: dict[str, tuple[list[str], str]] = {
     "colocation": ([*SHORT, "--seeds", "1", "--arms", "online only,tidemill"], "attainment beside offline work"),
     "pressure": (["--requests", "4", "--seeds", "1", "--rate", "4", "--prompt", "32", "--output", "16",

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from loadgen import InputError
 from loadgen.simulation.gpu import (
     DEVICES,
     MODELS,
+    NOISE,
     ModelShape,
     SimulatedDevice,
     SimulatedRunner,
@@ -139,15 +141,12 @@ def named_device(model: str, device: str, config: EngineConfig, host_seconds: fl
     if config.hidden_cache:
         if shape.hidden_size > shape.num_kv_heads * shape.head_dim:
             raise ConfigError(f"--overload hidden: its state of {shape.name} takes more than half the room of K and V")
-        room = _with_hidden(room, config, costs, shape.num_layers)
+        _check_policy(config)
+        room = with_hidden(room, costs, shape.num_layers)
     fitted, mape = fit_device(simulated, room, seed)
     known = costs.coefficients() if config.hidden_cache else {}
     believed = replace(fitted, transferred=simulated.transfer_seconds(1), **known)
-
-    def make_runner(seed: int) -> ModelRunner:
-        return SimulatedRunner(simulated, seed=seed)
-
-    notes = _notes(room, config, shape.max_model_len)
+    notes, make_runner = _notes(room, config, shape.max_model_len), partial(SimulatedRunner, simulated, NOISE)
     return Simulated(device, shape.name, room, believed, mape, make_runner, host_seconds, notes)
 
 
@@ -194,7 +193,8 @@ def profiled_device(path: Path, config: EngineConfig, host_seconds: float = 0.0,
     if config.hidden_cache:
         if costs.run_hidden is None:
             raise ConfigError(f"--overload hidden: {path} was measured without it (tidemill profile --overload hidden)")
-        room = _with_hidden(room, config, costs, None)
+        _check_policy(config)
+        room = with_hidden(room, costs, None)
     notes = _notes(room, config, PROFILE_CONTEXT)
     if config.num_gpu_blocks_override is None or config.max_model_len is None:
         blocks = room.num_units // UNITS_PER_BLOCK
@@ -222,12 +222,7 @@ def measured_device(
     profile: Profile, config: SchedulerConfig, host_seconds: float = 0.0, notes: tuple[str, ...] = ()
 ) -> Simulated:
     """Return the machine of a profile under these limits."""
-    key = profile.key
-
-    def make_runner(seed: int) -> ModelRunner:
-        return ProfiledRunner(profile, seed)
-
-    error = profile.held_out_mape
+    key, error, make_runner = profile.key, profile.held_out_mape, partial(ProfiledRunner, profile)
     return Simulated(key.device, key.model, config, profile.model, error, make_runner, host_seconds, notes)
 
 
@@ -257,18 +252,19 @@ def _room(config: EngineConfig, units: int, longest: int, unit_bytes: int, seed:
     )
 
 
-def _with_hidden(
-    room: SchedulerConfig, config: EngineConfig, costs: CacheCosts, num_layers: int | None
-) -> SchedulerConfig:
+def with_hidden(room: SchedulerConfig, costs: CacheCosts, num_layers: int | None) -> SchedulerConfig:
     """Return the limits with hidden state. `num_layers`: layers of a model whose scratch area uses the same memory."""
-    if find_policy(config.online_policy).select is None:
-        raise ConfigError(f"--overload hidden needs the policy apt or goodput, not {config.online_policy}")
     units = room.num_units
     if num_layers is not None:
         # Every HIDDEN_SHARE blocks of KV come with the K and V of one more block, for one layer.
         units = int(units / (1 + 1 / (HIDDEN_SHARE * num_layers)))
     room = replace(room, num_units=units, scratch_blocks=units // UNITS_PER_BLOCK // HIDDEN_SHARE)
     return replace(room, rho=costs.rho(room.compact_tokens))
+
+
+def _check_policy(config: EngineConfig) -> None:
+    if find_policy(config.online_policy).select is None:
+        raise ConfigError(f"--overload hidden needs the policy apt or goodput, not {config.online_policy}")
 
 
 def _notes(room: SchedulerConfig, config: EngineConfig, longest: int) -> tuple[str, ...]:

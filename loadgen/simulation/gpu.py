@@ -272,7 +272,7 @@ class SimulatedDevice:
 class SimulatedRunner:
     """A runner on the virtual clock; deterministic per seed. `noise`: see NOISE."""
 
-    def __init__(self, device: SimulatedDevice, *, noise: float = NOISE, seed: int = 0) -> None:
+    def __init__(self, device: SimulatedDevice, noise: float = NOISE, seed: int = 0) -> None:
         self.device = device
         self._reach = device.model.reach
         self._noise = noise

@@ -7,7 +7,6 @@ server on the real arrivals and offline lengths; all online requests of a window
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from engine.api import RequestClass
 from engine.colocation.replay import MIN_DRAIN, WARM_UP_SHARE, is_good, span_of, step_range
@@ -167,10 +166,9 @@ def parts(question: Question) -> tuple[Workload, Workload]:
         whole = replace(made, online=online, horizon=seconds)
         return whole, whole
     assert made.online is not None
-    cuts = (0.0, seconds / 2, seconds)
+    half = seconds / 2
     first, second = (
-        replace(made, online=traces.window(made.online, start, end), horizon=end - start)
-        for start, end in pairwise(cuts)
+        replace(made, online=traces.window(made.online, start, start + half), horizon=half) for start in (0.0, half)
     )
     if not (len(first.online or ()) and len(second.online or ())):
         raise InputError(f"half of the {seconds:g} s has no online request: use more of the traffic (--duration)")
@@ -206,7 +204,6 @@ class _Replays:
         self._part = part
         self._say = say
         self._done: dict[BudgetParams | None, Arm] = {}
-        self._count = 0
 
     def metrics(self, budget: BudgetParams) -> dict[str, float]:
         """Return the metrics of a budget for the search; a zero budget means online work alone."""
@@ -257,7 +254,8 @@ def measured(ran: Ran, slo: SLO) -> Arm:
     """Measure a run. A refused or unfinished request meets no limit."""
     begin, end = ran.window
     run = ran.run
-    chosen = [r for r in run.online if _is_online(r) and begin <= r.arrival.at <= end]
+    online = [r for r in run.online if r.arrival.request.request_class is RequestClass.ONLINE]
+    chosen = [r for r in online if begin <= r.arrival.at <= end]
     served = [r for r in chosen if not r.rejected]
     ended = [r for r in served if r.ended is not None]
     usual = [r for r in chosen if r.arrival.request.promise is None]
@@ -285,7 +283,3 @@ def _judged(records: Sequence[VirtualRecord], slo: SLO) -> dict[str, tuple[int, 
         own = [r for r in records if service_of(r.arrival.request.promise) == name]
         found[name] = sum(r.ended is not None and is_good(r, slo) for r in own), len(own)
     return found
-
-
-def _is_online(record: VirtualRecord) -> bool:
-    return record.arrival.request.request_class is RequestClass.ONLINE

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.client import EngineStats
@@ -23,13 +22,12 @@ from loadgen.plan import FIRST_OFFLINE, PromptMaker, TokenIds, Windows
 from loadgen.simulation.device import Simulated
 from loadgen.simulation.gpu import SIMULATED_TOKEN
 from loadgen.simulation.policies import find_policy
-from loadgen.stats import nearest_rank
+from loadgen.stats import spread
 from loadgen.traces import Content, Trace
 from loadgen.workloads import Workload
 from predictor.budget import Promise
 from predictor.online import OnlineModel
 
-Floats = NDArray[np.float64]
 Metrics = dict[str, float]
 """Metrics by the names of the load generator's reports."""
 OUTPUT_CAP = 1024
@@ -200,8 +198,10 @@ def measure(run: VirtualRun, begin: float, measure_end: float) -> Metrics:
     prompts = np.array([len(r.arrival.request.prompt_token_ids) for r in chosen])
     gaps = np.concatenate([*(np.diff(r.token_times) for r in chosen), np.empty(0)])
     ended = np.array([r.ended - r.arrival.at for r in chosen if r.ended is not None])
-    found = {**_spread("ttft", ttft), **_spread("tbt", gaps), **_spread("e2e", ended)}
-    found |= _spread("normalized_ttft", ttft / prompts if len(prompts) else ttft)
+    sets = {"ttft": ttft, "tbt": gaps, "e2e": ended, "normalized_ttft": ttft / prompts if len(prompts) else ttft}
+    found: Metrics = {}
+    for name, values in sets.items():
+        found |= spread(name, values, (50, 95, 99), empty=0.0)
     seconds = max(end - begin, 1e-9)
     mixed = [r for r in run.online if r.arrival.request.request_id.startswith("f")]
     offline = run.offline_tokens + _tokens(mixed, begin, end)
@@ -212,14 +212,6 @@ def measure(run: VirtualRun, begin: float, measure_end: float) -> Metrics:
     found["steps"] = float(run.steps)
     found["end"] = run.end
     return found
-
-
-def _spread(name: str, values: Floats) -> Metrics:
-    if not values.size:
-        return {f"{name}_{key}": 0.0 for key in ("mean", "p50", "p95", "p99")}
-    ordered = np.sort(values)
-    found = {f"{name}_p{percent}": nearest_rank(ordered, percent) for percent in (50, 95, 99)}
-    return {f"{name}_mean": float(ordered.mean()), **found}
 
 
 def _tokens(records: Sequence[VirtualRecord], begin: float, end: float) -> int:

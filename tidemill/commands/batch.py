@@ -31,6 +31,11 @@ _DESCRIPTION = """\
 Run a prompt over the rows of a JSONL, JSON, CSV, TSV or Parquet file, or of an https://, s3://, gs:// or az:// URL, as
 batch jobs of a server, and write the rows with their answers. Ctrl-C leaves the batches running; the same command
 continues, and sends only the rows without an answer."""
+_PLAIN = (
+    "prompt", "system", "model", "max_tokens", "answer", "window", "url", "api_key", "prefix", "limit", "encoding",
+    "force", "retry_failed",
+)  # fmt: skip
+"""Flags of `run` that `Batch` takes as they are."""
 _EXAMPLE = (
     '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": '
     '[{"role": "user", "content": "Hello"}]}}'
@@ -75,10 +80,6 @@ def add_batch(commands: Any, parser_class: type[argparse.ArgumentParser]) -> Non
     ):
         command = add(name, action, text)
         command.add_argument("batch_id", metavar="BATCH")
-    _add_outputs(command)
-
-
-def _add_outputs(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", type=Path, metavar="FILE", help="output file (default: standard output)")
     command.add_argument("--errors", type=Path, metavar="FILE", help="output file for failed lines")
     command.add_argument("--force", action="store_true", help="replace files that exist")
@@ -345,27 +346,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code: 1 if a row has no answer."""
     from tidemill.batch import Batch
 
+    file = arguments.schema
     batch = Batch(
         arguments.source,
         arguments.output,
-        prompt=arguments.prompt,
-        system=arguments.system,
-        schema=None
-        if arguments.schema is None
-        else _object(arguments.schema.read_text, f"--schema {arguments.schema}"),
-        model=arguments.model,
+        schema=None if file is None else _object(file.read_text, f"--schema {file}"),
         map_model=pairs_of(arguments.map_model, "--map-model"),
-        max_tokens=arguments.max_tokens,
         body={} if arguments.body is None else _object(lambda: arguments.body, "--body"),
-        answer=arguments.answer,
-        window=arguments.window,
-        url=arguments.url,
-        api_key=arguments.api_key,
-        prefix=arguments.prefix,
-        limit=arguments.limit,
-        encoding=arguments.encoding,
-        force=arguments.force,
-        retry_failed=arguments.retry_failed,
+        **{name: getattr(arguments, name) for name in _PLAIN},
     )
     if arguments.dry_run:
         _show(batch.estimate(), arguments)

@@ -112,6 +112,8 @@ DEFAULT = "default"
 
 def run(given: Mapping[str, FlagValue], engine_config: EngineConfig, server_config: ServerConfig, name: str) -> int:
     """Print the report and return the exit code. Raise the errors of a start. `name` is the model's name in the API."""
+    from gateway.store.folder import state_path
+
     print("\n".join([*report_machine(__version__), ""]), flush=True)
     found: dict[str, FlagValue] = {}
     try:
@@ -119,7 +121,8 @@ def run(given: Mapping[str, FlagValue], engine_config: EngineConfig, server_conf
         places = _places(engine_config, server_config)
         lines = _look_ahead(engine_config, name, found, server_config.chat_template) + places
     finally:  # after an error, too: the origin of a setting often explains it
-        found |= _server_findings(server_config, name)
+        found["served_model_name"] = FlagValue((name,), "the model")
+        found["state_dir"] = FlagValue(state_path(server_config.state_dir), DEFAULT)
         print("\n".join(table(given, (engine_config, server_config), found)), flush=True)
     print("\n".join(["", *lines]))
     return 0
@@ -160,15 +163,6 @@ def _places(engine_config: EngineConfig, server_config: ServerConfig) -> list[st
         return []
     places = share_out(server_config.engines, engine_config.device)
     return [line(f"engine {number}", place.shown) for number, place in enumerate(places)]
-
-
-def _server_findings(config: ServerConfig, name: str) -> dict[str, FlagValue]:
-    from gateway.store.folder import state_path
-
-    return {
-        "served_model_name": FlagValue((name,), "the model"),
-        "state_dir": FlagValue(state_path(config.state_dir), DEFAULT),
-    }
 
 
 def _look_ahead(config: EngineConfig, name: str, found: dict[str, FlagValue], template: str | None) -> list[str]:
@@ -245,7 +239,7 @@ def report_machine(tidemill_version: str) -> list[str]:
         line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         line("cpu", processor.name),
         line("", f"{processor.cores} cores, {processor.threads} threads for this process; {features}"),
-        line("memory", _memory()),
+        line("memory", f"{size(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))} in total"),
         *_gpus(),
         line("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES)),
     ]
@@ -267,21 +261,12 @@ def report_launch(plan: Any, name: str) -> list[str]:
 
 
 def line(label: str, text: str) -> str:
-    """Return a line of a report."""
     return f"{label:<10} {text}"
 
 
 def size(num_bytes: int) -> str:
     """Return the bytes in GiB or MiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
-
-
-def _memory() -> str:
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return "unknown"
-    return f"{size(total)} in total"
 
 
 def _gpus() -> list[str]:

@@ -120,7 +120,6 @@ class Trial:
             return self.client.upload(path)
 
     def _create(self, input_id: str) -> str:
-        """Create the batch; return its id."""
         body = {"endpoint": ENDPOINT, "completion_window": "1h", "input_file_id": input_id}
         return str(self.client.call("POST", "/v1/batches", body)["id"])
 
