@@ -58,8 +58,8 @@ class Tokenizer:
         """Read the tokenizer in a checkpoint's folder.
 
         `chat_template`, a file or the text of a template, replaces that of the checkpoint. With `probe` the template is
-        first run in a child process (about a second) and refused if it does not end or produces huge output. Raises
-        ModelLoadError if there is no usable tokenizer, ConfigError if the template file cannot be read.
+        first run in a process with limits (about a second) and refused if it does not end or produces huge output.
+        Raises ModelLoadError if there is no usable tokenizer, ConfigError if the template file cannot be read.
         """
         backend = _load_backend(Path(folder))
         if chat_template is not None:
