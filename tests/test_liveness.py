@@ -152,7 +152,7 @@ def test_a_prompt_that_nobody_lets_start_starts_all_the_same(host_units: int) ->
         driver.add(make_request(name, [token] * 24, 40, request_class=OFFLINE))
         driver.step()
     scheduler = driver.core.state
-    scheduler.online_policy = replace(scheduler.online_policy, admits=lambda request, context: False)
+    scheduler.online_policy = replace(scheduler.online_policy, admits=lambda state, request: False)
     driver.add(make_request("on", [1] * 78, 2))
     step = driver.core.schedule(driver.now, None)
     assert step is not None and [new.request_id for new in step.new_requests] == ["on"]

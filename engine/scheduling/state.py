@@ -18,7 +18,7 @@ from engine.scheduling.fair_share import OnlineShare
 from engine.scheduling.objective import EASY_SHARE, StepObjective, token_costs
 from engine.scheduling.output import Chunk, SchedulerOutput
 from engine.scheduling.queues import OfflineQueue
-from engine.scheduling.waiting import Order, QueueContext, Start, WaitingQueue, fcfs, insert_by_age, remove_by_age
+from engine.scheduling.waiting import Start, WaitingQueue, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
 
 
@@ -107,8 +107,9 @@ MAX_BACK_OFF = 64.0
 """Longest time, in seconds, that a preempted offline request must wait before it starts beside online work."""
 
 
+Order = Callable[["SchedulerState", float], list[Request]]
 Select = Callable[["SchedulerState", float], list[Start] | None]
-"""Takes the state and the time."""
+"""Both take the state and the time."""
 
 
 def _always(*_: object) -> bool:
@@ -120,7 +121,7 @@ class OnlinePolicy:
     """One online policy.
 
     Attributes:
-        order: Sort the waiting requests, given by arrival, best first.
+        order: Sort the waiting online requests, best first. None: by arrival.
         admits: Whether a request may start now.
         admits_late: Whether a request that has missed its TTFT objective may start.
         scans_past: Whether admission continues behind a request that could not start.
@@ -130,16 +131,16 @@ class OnlinePolicy:
         by_laxity: Prompts that can still meet the objective go first; while memory lasts they also start first.
     """
 
-    order: Order
-    admits: Callable[[Request, QueueContext], bool] = _always
+    order: "Order | None" = None
+    admits: Callable[["SchedulerState", Request], bool] = _always
     admits_late: Callable[["SchedulerState", Request], bool] = _always
     scans_past: bool = False
     select: Select | None = None
-    running_order: Callable[["SchedulerState", float], list[Request]] | None = None
+    running_order: "Order | None" = None
     by_laxity: bool = False
 
 
-FCFS = OnlinePolicy(fcfs)
+FCFS = OnlinePolicy()
 
 
 class Drafter(Protocol):

@@ -55,7 +55,7 @@ from engine.scheduling.urgency import (
     urgent_slack,
     uses_laxity,
 )
-from engine.scheduling.waiting import QueueContext, Start, WaitingQueue, by_age
+from engine.scheduling.waiting import Start, WaitingQueue, by_age
 from predictor.features import CacheWork
 
 BEHIND_EVERY = 8
@@ -103,7 +103,6 @@ class PromptFill:
         self._allocation.prompts = list(prompts)
         if math.isfinite(self.time_limit):
             self.time_limit *= prompt_share(self._state, self._step.pace, self._step.now)
-        context = _queue_context(self._state, self._step.now)
         for request in first:
             may_start = self._ledger.open and self._step.may_start(request)
             if not (may_start and self._admit(request, CacheKind.KV)):
@@ -113,15 +112,15 @@ class PromptFill:
         if starts:
             starts = [start for start in starts if start.request not in first]
         chosen = None if starts is None else {start.request: start for start in starts}
-        order = self._order(prompts, starts, context)
+        order = self._order(prompts, starts)
         head = order.behind[0] if order.urgent and order.behind else None
         if head is not None and self._goes_first(head, order.urgent):
-            self._add_prompt(head, context, chosen)
+            self._add_prompt(head, chosen)
         for group in order:
             for request in group:
                 if request is head and group is order.urgent:
                     continue  # its floor chunk follows the other urgent prompts
-                if not self._ledger.open or not self._add_prompt(request, context, chosen):
+                if not self._ledger.open or not self._add_prompt(request, chosen):
                     break  # no further request of this group may start
             self._reserve = _Reserve()
         for request in prompts:
@@ -143,24 +142,25 @@ class PromptFill:
                 ledger.charge_cache_work(CacheWork(-restored, restored))
                 wanted -= restored
 
-    def _add_prompt(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
+    def _add_prompt(self, request: Request, chosen: dict[Request, Start] | None) -> bool:
         """Continue or start a prompt. Return whether the next prompt in the order may be tried."""
         if request.status is RequestStatus.RUNNING:
             self._continue(request)
             return True
-        return self._start_waiting(request, context, chosen)
+        return self._start_waiting(request, chosen)
 
-    def _order(self, prompts: list[Request], starts: list[Start] | None, context: QueueContext) -> PromptOrder:
+    def _order(self, prompts: list[Request], starts: list[Start] | None) -> PromptOrder:
         state, policy = self._state, self._state.online_policy
         waiting: Sequence[Request] = state.waiting_online if starts is None else [start.request for start in starts]
         if starts is None and not self._num_rows():
             waiting = []
         shared = state.online_share.is_contested
         if not uses_laxity(state) or len(prompts) + len(waiting) < 2:
-            ordered = policy.order(waiting, context) if starts is None else waiting
+            if waiting and starts is None and policy.order is not None:
+                waiting = policy.order(state, self._step.now)
             if not shared:
-                return PromptOrder((), [*prompts, *ordered])
-            merged = order_tenants(ordered, state.online_share, None, lambda group, _: PromptOrder((), group)).urgent
+                return PromptOrder((), [*prompts, *waiting])
+            merged = order_tenants(waiting, state.online_share, None, lambda group, _: PromptOrder((), group)).urgent
             return PromptOrder(chain(prompts, merged), ())
         rank = {} if starts is None else {start.request: index for index, start in enumerate(starts)}
 
@@ -227,7 +227,7 @@ class PromptFill:
         if length and self._step.advance(request, length):
             self._added(request)
 
-    def _start_waiting(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
+    def _start_waiting(self, request: Request, chosen: dict[Request, Start] | None) -> bool:
         """Try to start a waiting request. Return whether the next one may be tried."""
         may_start, policy = self._step.may_start(request), self._state.online_policy
         if chosen is not None:
@@ -239,7 +239,7 @@ class PromptFill:
             return False
         if self._state.objective.is_late(request, self._step.now) and not policy.admits_late(self._state, request):
             return True  # late requests leave room for those that can still meet the SLO
-        if policy.admits(request, context) and self._admit(request, CacheKind.KV):
+        if policy.admits(self._state, request) and self._admit(request, CacheKind.KV):
             return True
         # With several tenants none is skipped: requests of another tenant would take the room again and again.
         passes = policy.scans_past and not self._state.online_share.is_contested
@@ -283,19 +283,6 @@ class PromptFill:
         if ledger.model is None or math.isinf(limit):
             return config.min_prefill_chunk
         return floor_chunk(ledger.model, ledger.features, limit, config, start)
-
-
-def _queue_context(state: SchedulerState, now: float) -> QueueContext:
-    """Return the facts available to the online policy in a step decided at `now`."""
-    return QueueContext(
-        now=now,
-        num_waiting=len(state.waiting_online),
-        running=state.running[RequestClass.ONLINE],
-        num_units=state.pool.num_units,
-        block_size=state.config.block_size,
-        seed=state.config.seed,
-        most_blocks=state.config.most_blocks,
-    )
 
 
 class StepBuilder:

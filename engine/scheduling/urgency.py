@@ -36,7 +36,7 @@ from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.request import Request
 from engine.scheduling.objective import EASY_SHARE, StepObjective
 from engine.scheduling.state import SchedulerState
-from engine.scheduling.waiting import by_age, fcfs
+from engine.scheduling.waiting import by_age
 from predictor.budget import DEFAULT_OUTPUT
 from predictor.features import BatchFeatures, LatencyPredictor
 
@@ -379,7 +379,7 @@ def longest_queue_time(state: SchedulerState, request: Request | None = None) ->
 def binds(state: SchedulerState) -> bool:
     """Return whether the policy may let a younger request overtake a waiting one that has a maximum wait."""
     policy = state.online_policy
-    overtakes = policy.select is not None or policy.by_laxity or policy.order is not fcfs
+    overtakes = policy.select is not None or policy.by_laxity or policy.order is not None
     limited = math.isfinite(longest_queue_time(state)) or bool(state.promised)
     return overtakes and limited and bool(state.waiting_online) and not state.online_share.is_contested
 
