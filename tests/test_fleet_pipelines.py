@@ -58,7 +58,7 @@ async def begun(fleet: FleetClient) -> "asyncio.Task[Any]":
     """Both engines compute the answers to `long`, which are returned."""
     asked = asyncio.create_task(answers(fleet, long()))
     await until(
-        lambda: asked.done() or all(any(e.token_ids for e in m.engine._requests.open) for m in fleet._members)  # type: ignore[attr-defined]
+        lambda: asked.done() or all(any(e.token_ids for e in m.engine._requests) for m in fleet._members)  # type: ignore[attr-defined]
     )
     assert not asked.done()
     return asked

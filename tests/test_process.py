@@ -192,7 +192,7 @@ async def test_a_request_that_came_during_a_restart_is_served_and_its_wait_count
         await until(lambda: engine.state is EngineState.DEGRADED)
         before = time.monotonic()
         waiting = asyncio.create_task(collect(engine, request("seeded", seed=3)))
-        await until(lambda: len(engine._requests.open) == 1)
+        await until(lambda: len(engine._requests) == 1)
         after = time.monotonic()
         outputs = await waiting
         assert summed(outputs) == undisturbed["seeded"]
@@ -237,7 +237,7 @@ async def test_a_new_request_waits_for_the_next_process_as_long_as_it_may(
         assert engine.trouble is not None
         waiting = asyncio.create_task(collect(engine, request("waiting")))
         line = asyncio.create_task(collect(engine, mixture()[-1]))
-        await until(lambda: len(engine._requests.open) == 2)
+        await until(lambda: len(engine._requests) == 2)
         now = seconds - 0.1
         engine._life.turned.set()
         await asyncio.sleep(0)
@@ -251,7 +251,7 @@ async def test_a_new_request_waits_for_the_next_process_as_long_as_it_may(
         assert not line.done(), "the line of a batch waits"
         line.cancel()
         await asyncio.wait([line])
-        assert not len(engine._requests.open)
+        assert not len(engine._requests)
 
 
 async def test_a_process_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ async def test_what_the_process_refuses_is_raised_here(tmp_path: Path) -> None:
     async with engine_process(tmp_path / "children") as engine:
         with pytest.raises(InvalidRequestError):
             await engine.submit([request("a"), request("too long", prompt=500)])
-        assert not len(engine._requests.open)
+        assert not len(engine._requests)
         stream = await submit_one(engine, request("a", max_tokens=400))
         with pytest.raises(InvalidRequestError):
             await submit_one(engine, request("a"))
@@ -516,7 +516,7 @@ async def test_requests_go_on_behind_a_planned_restart(
         first = int((tmp_path / "engine.pid").read_text())
         streams = await engine.submit(mixture())
         ends = [asyncio.create_task(_read(stream)) for stream in streams]
-        await until(lambda: any(entry.token_ids for entry in engine._requests.open))
+        await until(lambda: any(entry.token_ids for entry in engine._requests))
         if stuck:
             os.kill(first, signal.SIGSTOP)
         renewal = asyncio.create_task(engine.renew(anyway=True))

@@ -92,7 +92,7 @@ async def test_answers_of_one_request_are_judged_together(tmp_path: Path) -> Non
         streams = await engine.submit([replace(poison(f"p{n}"), sampling=SamplingParams(9, seed=n)) for n in range(3)])
         reading = [asyncio.create_task(_last(stream)) for stream in streams]
         await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-        assert not len(engine._requests.open), "one killer is proven, and all have ended"
+        assert not len(engine._requests), "one killer is proven, and all have ended"
         for last in reading:
             assert is_error(await last, EngineStepError)
         await until_idle(engine)

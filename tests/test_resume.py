@@ -38,7 +38,7 @@ class Wire:
 def resumable(engine: EngineProcess, name: str, tokens: int) -> OpenRequest:
     asked = EngineRequest(name, (127_999,) * tokens, SamplingParams(max_tokens=1))
     entry = OpenRequest(asked, RequestStream.of(asked, lambda: None), 0.0, accepted=True)
-    engine._requests.open.add(entry)
+    engine._requests.add(entry)
     return entry
 
 

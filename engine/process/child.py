@@ -182,7 +182,8 @@ class EngineServer:
     ) -> None:
         """Start the engine and serve it until `Shutdown`."""
         engine = self._engine
-        connection = self._connection = await Connection.open(sock, reader, self.receive, lambda _fault: _die())
+        connection = self._connection = Connection(reader, self.receive, lambda _fault: _die())
+        await connection.connect(sock)
         try:
             await engine.start()
         except BaseException as raised:

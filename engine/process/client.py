@@ -22,7 +22,7 @@ from engine.limits import QueueTime
 from engine.process import frames
 from engine.process.launcher import Launcher, ProcessOptions
 from engine.process.life import RETRY_AFTER, GoneError, ProcessLife, ProcessLink, Regrouping
-from engine.process.requests import DeathJudge, OpenRequest, Requests, RestartPolicy, hand_over, take_over
+from engine.process.requests import DeathJudge, OpenRequest, Requests, RestartPolicy
 from engine.stream import RequestStream
 from predictor.slo import SLO
 
@@ -50,7 +50,7 @@ class EngineProcess:
             Launcher(config, options), self._link, self._requests, self._figures, judge, options,
             down=lambda: self.regroup.lost(), changed=self._on_change,
         )  # fmt: skip
-        self.regroup = Regrouping(self._link.calls, self._requests.open, self._requests.suspects, self.abort)
+        self.regroup = Regrouping(self._link.calls, self._requests, self.abort)
 
     @property
     def info(self) -> EngineInfo:
@@ -83,17 +83,17 @@ class EngineProcess:
 
     def holds(self, request_id: str) -> bool:
         """Return whether the request is open here."""
-        return request_id in self._requests.open
+        return request_id in self._requests
 
     @property
     def num_offline(self) -> int:
         """Number of open offline requests."""
-        return self._requests.open.num_offline
+        return self._requests.num_offline
 
     @property
     def num_online(self) -> int:
         """Number of open online requests."""
-        return len(self._requests.open) - self._requests.open.num_offline
+        return len(self._requests) - self._requests.num_offline
 
     # The process: see ProcessLife and EngineClient
 
@@ -111,7 +111,7 @@ class EngineProcess:
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """See EngineClient.stop. A process that does not exit in time is killed."""
-        life, requests = self._life, self._requests.open
+        life, requests = self._life, self._requests
         life.draining = True
         life.turned.set()
         if not life.is_supervised:
@@ -161,7 +161,7 @@ class EngineProcess:
         for request in requests:
             stream = RequestStream.of(request, partial(self.abort, request.request_id))
             entries.append(OpenRequest(request, stream, now))
-            self._requests.open.add(entries[-1])
+            self._requests.add(entries[-1])
         try:
             until = now if self._patience is None else now + longest_wait(requests, self._patience)
             if self._requests.recognise(entries):
@@ -224,7 +224,7 @@ class EngineProcess:
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See EngineClient.abort."""
-        entry = self._requests.open.get(request_id)
+        entry = self._requests.get(request_id)
         if entry is not None:
             self._forget(request_id, reason)
             entry.end(reason, self._clock())
@@ -236,19 +236,17 @@ class EngineProcess:
 
     def set_lane(self, job: str, lane: Lane) -> None:
         """See EngineClient.set_lane."""
-        self._requests.open.set_lane(job, lane)
+        self._requests.set_lane(job, lane)
         self._link.send(frames.SetLane(job, lane))
 
     def take_movable(self) -> list[OpenRequest]:
-        """Remove and return the requests that another engine continues, if no process runs here. See `hand_over`."""
+        """Remove and return the requests that another engine continues, if no process runs here."""
         is_gone, given_up = self._life.judged and not self._life.ready.is_set(), self._life.death is not None
-        return hand_over(self._requests.open, self._requests.suspects, given_up=given_up) if is_gone or given_up else []
+        return self._requests.hand_over(given_up=given_up) if is_gone or given_up else []
 
     def adopt(self, entries: Sequence[OpenRequest]) -> None:
         """Continue requests that another engine had accepted, at the same token."""
-        for entry in entries:
-            entry.stream.rebind(partial(self.abort, entry.request.request_id))
-        if beside_others := take_over(entries, self._requests.open, self._requests.suspects):
+        if beside_others := self._requests.take_over(entries, self.abort):
             self._link.resume(beside_others)
         self._try_suspect()
 
@@ -269,10 +267,9 @@ class EngineProcess:
                     self._deliver(output)
                 self._try_suspect()
             case frames.Answer(call, value):
-                self._requests.open.accept(request.request_id for request in link.calls.submitted(call))
-                link.calls.settle(call, value)
+                self._requests.accept(request.request_id for request in link.calls.settle(call, value))
             case frames.Refused(call, error):
-                link.calls.refuse(call, error.to_error())
+                link.calls.settle(call, error.to_error())
             case frames.Parted():
                 self.regroup.parted = True
                 self._tell_change()
@@ -303,7 +300,7 @@ class EngineProcess:
         self._life.on_started()
 
     def _deliver(self, output: RequestOutput) -> None:
-        entry = self._requests.open.get(output.request_id)
+        entry = self._requests.get(output.request_id)
         if entry is None:
             return  # the request was aborted in the meantime
         keeps_up = entry.take(output)
@@ -318,7 +315,7 @@ class EngineProcess:
 
     def _on_change(self) -> None:
         """Report that a request has ended or that the process has started or ended."""
-        if not len(self._requests.open):
+        if not len(self._requests):
             self._idle.set()
         self._tell_change()
 

@@ -12,11 +12,10 @@ import socket
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from engine.api import EngineRequest, FinishReason
+from engine.api import EngineRequest
 from engine.client import EngineInfo, EngineState, Figures, LoadReport
 from engine.errors import EngineUnavailableError
 from engine.loop.watchdog import StepWatch
@@ -24,8 +23,8 @@ from engine.machine.activity import Activity
 from engine.process import frames
 from engine.process.frames import FrameError, FrameReader, Message, Order, Past, Reset, encode
 from engine.process.launcher import Launcher, ProcessEndpoint, ProcessOptions, end_now, reaped
-from engine.process.requests import DeathJudge, OpenRequest, OpenRequests, Requests, take_over
-from engine.process.suspects import RENEWED, START, SYSTEM, Origin, Suspects, is_of_system, origin_of, start_error
+from engine.process.requests import DeathJudge, OpenRequest, Requests
+from engine.process.suspects import RENEWED, START, SYSTEM, Origin, is_of_system, origin_of, start_error
 
 MessageT = TypeVar("MessageT")
 
@@ -55,17 +54,9 @@ class Connection(asyncio.Protocol, Generic[MessageT]):
         self._transport: asyncio.Transport | None = None
         self._fault: str | None = None
 
-    @classmethod
-    async def open(
-        cls,
-        sock: socket.socket,
-        reader: FrameReader[MessageT],
-        on_message: Callable[[MessageT], None],
-        on_lost: Callable[[str | None], None],
-    ) -> "Connection[MessageT]":
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(lambda: cls(reader, on_message, on_lost), sock=sock)
-        return connection
+    async def connect(self, sock: socket.socket) -> None:
+        """Begin to receive from the socket."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=sock)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -105,51 +96,42 @@ class GoneError(Exception):
     """The process died before it answered."""
 
 
-@dataclass(slots=True)
-class _Call:
-    answer: "asyncio.Future[Any]"
-    submitted: Sequence[EngineRequest] = ()
-
-
-@dataclass(slots=True)
 class Calls:
     """Open calls by number. `send` sends a message to the process."""
 
-    send: Callable[[frames.Message], None]
-    _open: dict[int, _Call] = field(default_factory=dict)
-    _number: int = 0
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._open: dict[int, tuple[asyncio.Future[Any], Sequence[EngineRequest]]] = {}
+        self._number = 0
 
-    async def ask(self, make: Callable[[int], frames.Message], submitted: Sequence[EngineRequest] = ()) -> Any:
+    async def ask(self, make: Callable[[int], Message], submitted: Sequence[EngineRequest] = ()) -> Any:
         """Send a call and return its answer. Raise the error of a refusal, or GoneError."""
         self._number += 1
-        number = self._number
-        call = self._open[number] = _Call(asyncio.get_running_loop().create_future(), submitted)
+        number, answer = self._number, asyncio.get_running_loop().create_future()
+        self._open[number] = answer, submitted
         try:
-            self.send(make(number))
-            return await call.answer
+            self._send(make(number))
+            return await answer
         finally:
             self._open.pop(number, None)
 
-    def submitted(self, number: int) -> Sequence[EngineRequest]:
-        """Return the requests that the call submits."""
-        call = self._open.get(number)
-        return () if call is None else call.submitted
+    def settle(self, number: int, value: Any) -> Sequence[EngineRequest]:
+        """Set the answer or the error of a call, and return the requests that it submits.
 
-    def settle(self, number: int, value: Any) -> None:
-        """Set the answer of a call. Ignore a call whose caller was cancelled."""
-        call = self._open.get(number)
-        if call is not None and not call.answer.done():
-            call.answer.set_result(value)
-
-    def refuse(self, number: int, error: Exception) -> None:
-        call = self._open.get(number)
-        if call is not None and not call.answer.done():
-            call.answer.set_exception(error)
+        Ignore a call whose caller was cancelled.
+        """
+        answer, submitted = self._open.get(number, (None, ()))
+        if answer is not None and not answer.done():
+            if isinstance(value, Exception):
+                answer.set_exception(value)
+            else:
+                answer.set_result(value)
+        return submitted
 
     def end(self) -> None:
         """Fail all open calls with GoneError."""
         for number in list(self._open):
-            self.refuse(number, GoneError())
+            self.settle(number, GoneError())
         self._open.clear()
 
 
@@ -199,7 +181,8 @@ class ProcessLink:
 
     async def open(self, child: ProcessEndpoint, on_lost: Callable[[str | None], None]) -> None:
         """Connect to a process and receive its messages. `on_lost` is called once at the end, see `Connection`."""
-        self._connection = await Connection.open(child.sock, child.reader, self._receive, on_lost)
+        self._connection = Connection(child.reader, self._receive, on_lost)
+        await self._connection.connect(child.sock)
         for message in child.read_ahead():
             self._receive(message)
 
@@ -255,20 +238,17 @@ class Regrouping:
         parted: Whether the process has lost the other engine of its pipeline.
     """
 
-    def __init__(
-        self, calls: Calls, requests: OpenRequests, suspects: Suspects, abort: Callable[[str, FinishReason], None]
-    ) -> None:
+    def __init__(self, calls: Calls, requests: Requests, abort: Callable[[str], None]) -> None:
         self.life = 0
         self.parted = False
         self._calls = calls
         self._requests = requests
-        self._suspects = suspects
         self._abort = abort
 
     @property
     def is_calm(self) -> bool:
         """Whether no open request is a suspect."""
-        return not any(entry.request.request_id in self._suspects for entry in self._requests)
+        return len(self._requests.innocent(self._requests)) == len(self._requests)
 
     def lost(self) -> None:
         """Record the end of the process. The next process is a whole engine."""
@@ -286,8 +266,7 @@ class Regrouping:
     async def reset(self, num_units: int) -> None:
         """Make the process a whole engine again, with the open requests. Raise the error of the order."""
         known = tuple(entry.request.request_id for entry in self._requests)
-        accepted = [entry for entry in self._requests.accepted() if entry.request.request_id not in self._suspects]
-        requests = tuple(entry.resumed() for entry in accepted)
+        requests = tuple(entry.resumed() for entry in self._requests.innocent(self._requests.accepted()))
         await self.order(Reset(num_units, known, requests))
         self.parted = False
 
@@ -297,16 +276,11 @@ class Regrouping:
 
     def leave(self, request_ids: Collection[str] | None = None) -> list[OpenRequest]:
         """Remove and return the accepted requests that another engine continues: `request_ids`, or all if None."""
-        taken = self._requests.take(lambda e: request_ids is None or e.request.request_id in request_ids)
-        for entry in taken:
-            entry.suspicion = self._suspects.release(entry.request.request_id)
-        return taken
+        return self._requests.leave(lambda e: request_ids is None or e.request.request_id in request_ids)
 
     def join(self, entries: Sequence[OpenRequest]) -> None:
         """Add requests of another engine. An order tells the process about them."""
-        for entry in entries:
-            entry.stream.rebind(partial(self._abort, entry.request.request_id))
-        take_over(entries, self._requests, self._suspects)
+        self._requests.take_over(entries, self._abort)
 
 
 log = logging.getLogger("tidemill.engine")
@@ -565,7 +539,7 @@ class ProcessLife:
             log.log(
                 _LEVELS.get(origin_of(cause), logging.ERROR),
                 "the engine process ended by %s (%s); it is started again %s, %d requests wait for it",
-                ended, cause, f"in {delay:.0f} s" if delay else "at once", len(self._requests.open),
+                ended, cause, f"in {delay:.0f} s" if delay else "at once", len(self._requests),
             )  # fmt: skip
             await asyncio.sleep(delay)
             child = await self._restart()
@@ -641,7 +615,7 @@ class ProcessLife:
         self.death = why
         log.critical("%s", why)
         self._changed()
-        self._requests.open.end_all(self._options.clock(), "The engine stopped while this request was running.")
+        self._requests.end_all("The engine stopped while this request was running.")
         self._changed()
         self.turned.set()
         self.dead.set()
