@@ -9,9 +9,9 @@ confirmed. Sources: HyGen §4.1; reliability E1-E8.
 """
 
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes
-from engine.cache.cache import StateStore
 from engine.errors import TidemillError
 from engine.limits import SchedulerConfig
 from engine.request import RequestStatus
@@ -21,9 +21,13 @@ from engine.scheduling.offline import OfflinePlan, plan_offline
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.recovery import Blame, FaultRecovery
 from engine.scheduling.results import Results, StepFailures
-from engine.scheduling.state import FCFS, Drafter, OnlinePolicy, ReachedPoint, SchedulerState
+from engine.scheduling.state import FCFS, OnlinePolicy, ReachedPoint, SchedulerState
 from engine.scheduling.step import OfflineRest, build_next
 from predictor.features import LatencyPredictor
+
+if TYPE_CHECKING:  # the caller supplies them
+    from engine.cache.snapshots import Snapshots
+    from engine.scheduling.speculation import Speculation
 
 
 class EngineCore:
@@ -43,8 +47,8 @@ class EngineCore:
         offline_policy: str = "psm",
         model: LatencyPredictor | None = None,
         objective: StepObjective | None = None,
-        speculation: Drafter | None = None,
-        snapshots: StateStore | None = None,
+        speculation: "Speculation | None" = None,
+        snapshots: "Snapshots | None" = None,
     ) -> None:
         self.config = config
         objective = objective or StepObjective()

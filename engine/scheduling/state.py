@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.api import EngineRequest, RequestClass
-from engine.cache.cache import Cache, StateStore
+from engine.cache.cache import Cache
 from engine.limits import UNITS_PER_BLOCK, QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
 from engine.scheduling.fair_share import OnlineShare
@@ -20,6 +20,10 @@ from engine.scheduling.output import Chunk, SchedulerOutput
 from engine.scheduling.queues import OfflineQueue
 from engine.scheduling.waiting import Start, WaitingQueue, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
+
+if TYPE_CHECKING:  # the engine supplies them
+    from engine.cache.snapshots import Snapshots
+    from engine.scheduling.speculation import Speculation
 
 
 class ReachedPoint(NamedTuple):
@@ -143,20 +147,6 @@ class OnlinePolicy:
 FCFS = OnlinePolicy()
 
 
-class Drafter(Protocol):
-    """Source of drafted tokens; see `engine.scheduling.speculation.Speculation`."""
-
-    def add(self, step: Any, decodes: Sequence[Request], limit: float, /) -> None: ...
-
-    def is_promising(self, decodes: Sequence[Request], /) -> bool: ...
-
-    def judge(self, request: Request, accepted: int, /) -> None: ...
-
-    def end(self, request: Request, *, completed: bool) -> None: ...
-
-    def catch_up(self) -> bool: ...
-
-
 class SchedulerState:
     """Queues, rows and units of one engine.
 
@@ -183,7 +173,7 @@ class SchedulerState:
         offline_policy: str,
         model: LatencyPredictor | None,
         objective: StepObjective,
-        snapshots: StateStore | None,
+        snapshots: "Snapshots | None",
     ) -> None:
         self.config = config
         self.online_policy = online_policy
@@ -213,7 +203,7 @@ class SchedulerState:
         self.num_prompts = self.num_answers = 0
         self.queue_time = QueueTime.parse(config.max_queue_time)
         self.counters = Counters()
-        self.speculation: Drafter | None = None
+        self.speculation: Speculation | None = None
 
     def make_offline_queue(self) -> OfflineQueue:
         costs = token_costs(self.model, self.config)

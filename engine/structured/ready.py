@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -214,14 +214,6 @@ NICENESS = 5
 MAX_SLOW = 1024
 
 
-class Proves(Protocol):
-    """Interface of `engine.structured.ready.Prover`."""
-
-    async def prove(self, grammar: Grammar, limits: ProofLimits) -> Verdict: ...
-
-    async def stop(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Asker:
     """A waiting request. `patience`: seconds before it is refused with 429; None: unlimited."""
@@ -240,7 +232,7 @@ class Grammars:
     def __init__(
         self,
         compiler: GrammarCompiler,
-        prover: Proves,
+        prover: Prover,
         limits: ProofLimits | None = None,
         quick_seconds: float = QUICK_SECONDS,
         wait_seconds: float = WAIT_SECONDS,
