@@ -16,7 +16,6 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -214,15 +213,6 @@ NICENESS = 5
 MAX_SLOW = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class _Asker:
-    """A waiting request. `patience`: seconds before it is refused with 429; None: unlimited."""
-
-    tenant: str
-    request_class: RequestClass
-    patience: float | None
-
-
 class Grammars:
     """Grammars of an engine.
 
@@ -256,7 +246,7 @@ class Grammars:
         for grammar, request in {r.sampling.grammar: r for r in requests if r.sampling.grammar is not None}.items():
             chat = request.request_class is RequestClass.ONLINE or request.lane is Lane.FLEX
             patience = self._wait_seconds if chat and request.resumed is None else None
-            await self._prepare(grammar, _Asker(request.tenant, request.request_class, patience))
+            await self._prepare(grammar, request, patience)
 
     def hold(self, request: EngineRequest) -> None:
         """Keep the grammar of a request until `release`. Raises QueueFullError if it was evicted since `prepare`."""
@@ -276,14 +266,22 @@ class Grammars:
         """End the prover."""
         await self._prover.stop()
 
-    async def _prepare(self, grammar: Grammar, asker: _Asker) -> None:
+    async def _prepare(self, grammar: Grammar, request: EngineRequest, patience: float | None) -> None:
         if self._is_ready(grammar):
             return
         self._compiler.check_tokenizer(grammar)
-        if grammar.key() not in self._known_slow and await self._try(self._quick, grammar, asker, self._quick_limits):
-            return
-        if await self._try(self._slow, grammar, asker, self._limits):
-            return
+        ways = [(self._slow, self._limits)]
+        if grammar.key() not in self._known_slow:
+            ways.insert(0, (self._quick, self._quick_limits))
+        for slots, limits in ways:
+            try:
+                async with slots.place(request.tenant, request.request_class, patience):
+                    # another request may have compiled it in the meantime
+                    if self._is_ready(grammar) or await self._compile(grammar, limits):
+                        return
+            except TimeoutError:
+                message = "Too many grammars are waiting for compilation."
+                raise QueueFullError(message, retry_after=RETRY_AFTER) from None
         reason = f"it takes longer than {self._limits.seconds:g} s to compile"
         self._refusals.add(grammar, reason)
         raise refusal(grammar, reason)
@@ -294,17 +292,8 @@ class Grammars:
             raise refusal(grammar, reason)
         return self._compiler.find(grammar) is not None
 
-    async def _try(self, slots: Slots, grammar: Grammar, asker: _Asker, limits: ProofLimits) -> bool:
-        """Compile within `limits` and return True; return False if their time was too short."""
-        try:
-            async with slots.place(asker.tenant, asker.request_class, asker.patience):
-                if self._is_ready(grammar):  # another request compiled it in the meantime
-                    return True
-                return await self._compile(grammar, limits)
-        except TimeoutError:
-            raise QueueFullError("Too many grammars are waiting for compilation.", retry_after=RETRY_AFTER) from None
-
     async def _compile(self, grammar: Grammar, limits: ProofLimits) -> bool:
+        """Compile within `limits` and return True; return False if their time was too short."""
         match await self._prove(grammar, limits):
             case Refusal(reason=reason):
                 self._refusals.add(grammar, reason)
