@@ -57,22 +57,8 @@ class Results:
         request.times = request.times._replace(finished=now)
         if request.final_only:
             token_ids = request.emit()
-        return RequestOutput(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            times=request.times,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            error=None if error is None else ErrorInfo.of(error),
-            num_preemptions=request.num_preemptions,
-            request_class=request.spec.request_class,
-            beside_offline=request.beside_offline,
-            probe=request.spec.probe,
-        )
+        info = None if error is None else ErrorInfo.of(error)
+        return _output_of(request, token_ids, logprobs, reason, stop_token_id, info)
 
     def take_in(self, flight: InFlight, result: ModelRunnerOutput, now: float) -> list[RequestOutput]:
         """Apply the result of a step. Return the outputs of its requests."""
@@ -264,21 +250,7 @@ class Results:
             return self.finish(request, FinishReason.STOP, now, (token,), logprobs, stop_token_id=token)
         if num_output >= sampling.max_tokens:
             return self.finish(request, FinishReason.LENGTH, now, (token,), logprobs)
-        spec = request.spec
-        new = request.emit(EMITTED_TOGETHER) if request.final_only else (token,)
-        return RequestOutput(
-            request_id=spec.request_id,
-            token_ids=new,
-            logprobs=logprobs,
-            times=request.times,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=num_output,
-            num_preemptions=request.num_preemptions,
-            request_class=spec.request_class,
-            beside_offline=request.beside_offline,
-            probe=spec.probe,
-        )
+        return _output_of(request, request.emit(EMITTED_TOGETHER) if request.final_only else (token,), logprobs)
 
     def distrusts(self, flight: InFlight, result: ModelRunnerOutput) -> bool:
         """Return whether logits of the step were not finite.
@@ -302,6 +274,22 @@ class Results:
         message = "The grammar cannot continue this answer: it grew too complex, or no text completes it."
         error = InvalidRequestError(message, param=grammar.param if grammar else None)
         return self.finish(request, FinishReason.ERROR, now, error=error)
+
+
+def _output_of(
+    request: Request,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...] | None = None,
+    reason: FinishReason | None = None,
+    stop_token_id: int | None = None,
+    error: ErrorInfo | None = None,
+) -> RequestOutput:
+    """Return an output with the request's counts and times."""
+    return RequestOutput(
+        request.request_id, token_ids, logprobs, request.times, request.num_prompt_tokens, request.num_cached_tokens,
+        request.num_output_tokens, reason, stop_token_id, error, request.num_preemptions, request.request_class,
+        request.beside_offline, probe=request.spec.probe,
+    )  # fmt: skip
 
 
 def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
