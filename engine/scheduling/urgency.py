@@ -430,60 +430,48 @@ def answer_tokens(state: SchedulerState) -> float:
     return state.mean_output if state.num_answers else DEFAULT_OUTPUT
 
 
-class Victims:
-    """Choose the requests that step `step_id` preempts."""
+def victims_for_start(
+    state: SchedulerState, step_id: int, request: Request, claim: Claim, missing: int, *, online: bool
+) -> list[Request]:
+    """Return the offline requests that step `step_id` preempts so that `request` gets `missing` more units and a row.
 
-    def __init__(self, state: SchedulerState, step_id: int, now: float) -> None:
-        self._state = state
-        self._step_id = step_id
-        self._now = now
+    Empty if all candidates are not enough. Requests preempted `max_offline_preemptions` times are chosen only if the
+    others do not suffice. `online`: whether parked blocks of other waiting online requests may be moved, too.
+    """
+    limit, spared = state.config.max_offline_preemptions, frozenset(claim.hits)
+    held = state.cache.parked.references(online=online, but=request)
+    movable = (block for block, count in held.items() if count == block.ref_count and block not in spared)
+    missing -= count_units(movable)
+    victims = [r for r in state.running[RequestClass.OFFLINE] if r.last_step != step_id]
+    seldom = [victim for victim in victims if victim.num_preemptions < limit]
+    chosen = _smallest_victims(seldom, missing, held, spared)
+    if not chosen and len(seldom) < len(victims):
+        chosen = _smallest_victims(victims, missing, held, spared)
+    return chosen
 
-    def for_start(self, request: Request, claim: Claim, missing: int, *, online: bool) -> list[Request]:
-        """Return the offline requests to preempt so that `request` gets `missing` more units and a row.
 
-        Empty if all candidates are not enough. Requests preempted `max_offline_preemptions` times are chosen
-        only if the others do not suffice. `online`: whether parked blocks of other waiting online requests may be
-        moved, too.
-        """
-        state = self._state
-        limit, spared = state.config.max_offline_preemptions, frozenset(claim.hits)
-        held = state.cache.parked.references(online=online, but=request)
-        movable = (block for block, count in held.items() if count == block.ref_count and block not in spared)
-        missing -= count_units(movable)
-        offline = state.running[RequestClass.OFFLINE]
-        victims = [r for r in offline if r.last_step != self._step_id]
-        seldom = [victim for victim in victims if victim.num_preemptions < limit]
-        chosen = _smallest_victims(seldom, missing, held, spared)
-        if not chosen and len(seldom) < len(victims):
-            chosen = _smallest_victims(victims, missing, held, spared)
-        return chosen
+def victim_for_running(state: SchedulerState, step_id: int, request: Request, now: float) -> Request | None:
+    """Return the request to preempt for a running one, possibly the request itself, but none already in step `step_id`.
 
-    def for_running(self, request: Request) -> Request | None:
-        """Return the request to preempt for a running one, possibly the request itself, but none already in this step.
+    Offline requests go first, then the last in order: the newest, or the last by lane and arrival for an offline
+    request.
+    """
+    online = request.request_class is RequestClass.ONLINE
+    if online and (victim := offline_victim(state, step_id)) is not None:
+        return victim
+    offline = state.running[RequestClass.OFFLINE]
+    peers = state.running_online(now) if online else sorted(offline, key=lambda r: r.spec.lane)
+    return next((each for each in reversed(peers) if each is request or each.last_step != step_id), None)
 
-        Offline requests go first, then the last in order: the newest, or the last by lane and arrival for an offline
-        request.
-        """
-        online = request.request_class is RequestClass.ONLINE
-        if online and (victim := self.offline()) is not None:
-            return victim
-        state = self._state
-        offline = state.running[RequestClass.OFFLINE]
-        peers = state.running_online(self._now) if online else sorted(offline, key=lambda r: r.spec.lane)
-        for candidate in reversed(peers):
-            if candidate is request or candidate.last_step != self._step_id:
-                return candidate
-        return None
 
-    def offline(self) -> Request | None:
-        """Return the offline request to preempt first, or None if all are in this step.
+def offline_victim(state: SchedulerState, step_id: int) -> Request | None:
+    """Return the offline request to preempt first, or None if all are in step `step_id`.
 
-        It is of the last lane, then rarely preempted, small and new.
-        """
-        offline = self._state.running[RequestClass.OFFLINE]
-        candidates = (r for r in offline if r.last_step != self._step_id)
-        key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
-        return min(candidates, key=key, default=None)
+    It is of the last lane, then rarely preempted, small and new.
+    """
+    candidates = (r for r in state.running[RequestClass.OFFLINE] if r.last_step != step_id)
+    key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
+    return min(candidates, key=key, default=None)
 
 
 def _smallest_victims(
