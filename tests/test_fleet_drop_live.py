@@ -30,7 +30,7 @@ CONFIG = EngineConfig(
 @asynccontextmanager
 async def two_engines(folder: Path) -> AsyncIterator[FleetClient]:
     config = CONFIG
-    fleet = make_fleet(config, 2, folder / "engine.pid", log_level="info").client
+    fleet = make_fleet(config, 2, folder / "engine.pid", log_level="info")
     await asyncio.to_thread(fleet.load, lambda _planned: None)
     await fleet.start()
     try:

@@ -77,7 +77,13 @@ class Pair:
 
     async def tell_both(self, to_leader: Order, to_follower: Order) -> tuple[tuple[Past, ...], tuple[Past, ...]]:
         """Send an order to each engine at the same time. Wait for both answers, then raise an error if any."""
-        return await _both(self.tell(self.leader, to_leader), self.tell(self.follower, to_follower))
+        orders = self.tell(self.leader, to_leader), self.tell(self.follower, to_follower)
+        one, other = await asyncio.gather(*orders, return_exceptions=True)
+        for answer in (one, other):
+            if isinstance(answer, BaseException):
+                raise answer
+        assert isinstance(one, tuple) and isinstance(other, tuple)
+        return one, other
 
 
 class Pipelines:
@@ -237,17 +243,6 @@ def _units_beside(sizes: DroppableLayers, layers: int) -> int:
     """Return the cache units of an engine that keeps `layers` of its layers."""
     room = sizes.num_units * sizes.num_layers * sizes.unit_layer_bytes
     return int((room + (sizes.num_layers - layers) * sizes.layer_bytes) / (layers * sizes.unit_layer_bytes))
-
-
-async def _both(
-    one: Awaitable[tuple[Past, ...]], other: Awaitable[tuple[Past, ...]]
-) -> tuple[tuple[Past, ...], tuple[Past, ...]]:
-    first, second = await asyncio.gather(one, other, return_exceptions=True)
-    for found in (first, second):
-        if isinstance(found, BaseException):
-            raise found
-    assert isinstance(first, tuple) and isinstance(second, tuple)
-    return first, second
 
 
 def _each_unit_once(pasts: Iterable[Past]) -> tuple[Past, ...]:
