@@ -179,59 +179,48 @@ def check_length(spec: EngineRequest, max_model_len: int) -> None:
         )
 
 
-class Admission:
-    """Decides which requests are queued."""
+def accept(state: SchedulerState, spec: EngineRequest, now: float) -> Request:
+    """Return the request to queue. A request that another engine had accepted is not refused for lack of room.
 
-    def __init__(self, state: SchedulerState) -> None:
-        self._state = state
+    Flex requests are limited to `max_num_waiting`, unless their tenant has less than its equal share. Batch lines are
+    not limited here: a batch bounds its own lines.
 
-    def accept(self, spec: EngineRequest, now: float) -> Request:
-        """Return the request to queue. A request that another engine had accepted is not refused for lack of room.
-
-        Raises:
-            InvalidRequestError, ContextLengthError: The request can never run, or its id is taken.
-            QueueFullError: The queue is full or the expected wait is too long.
-        """
-        state = self._state
-        if spec.request_id in state.requests:
-            raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
-        arrival = now if spec.arrived is None else spec.arrived
-        request = new_request(state, spec, RequestTimes(arrival) if spec.resumed is None else spec.resumed.times)
-        request.expected_output = math.ceil(SURE * answer_tokens(state))
-        check_length(spec, state.config.max_model_len)
-        if spec.resumed is not None:
-            return request
-        if request.request_class is RequestClass.ONLINE:
-            request.num_expected_hits = len(state.cache.find_prefix(request)) * state.config.block_size
-            try:
-                check_room(state, request, now)
-            except QueueFullError:
-                state.counters.refused_requests += 1
-                raise
-        elif spec.lane is Lane.FLEX:
-            self._check_flex(spec)
+    Raises:
+        InvalidRequestError, ContextLengthError: The request can never run, or its id is taken.
+        QueueFullError: The queue is full or the expected wait is too long.
+    """
+    if spec.request_id in state.requests:
+        raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
+    arrival = now if spec.arrived is None else spec.arrived
+    request = new_request(state, spec, RequestTimes(arrival) if spec.resumed is None else spec.resumed.times)
+    request.expected_output = math.ceil(SURE * answer_tokens(state))
+    check_length(spec, state.config.max_model_len)
+    if spec.resumed is not None:
         return request
-
-    def note_end(self, request: Request) -> None:
-        """Update the mean lengths of online prompts and answers."""
-        if request.request_class is not RequestClass.ONLINE or request.spec.probe:
-            return
-        state = self._state
-        state.num_prompts += 1
-        state.mean_prompt += max(FORGETTING, 1.0 / state.num_prompts) * (request.num_prompt_tokens - state.mean_prompt)
-        if request.spec.pooling is None:
-            state.num_answers += 1
-            weight = max(FORGETTING, 1.0 / state.num_answers)
-            state.mean_output += weight * (request.num_output_tokens - state.mean_output)
-
-    def _check_flex(self, spec: EngineRequest) -> None:
-        """Refuse a flex request if `max_num_waiting` requests wait and its tenant has its equal share.
-
-        Batch lines are not limited here: a batch bounds its own lines.
-        """
-        limit = self._state.config.max_num_waiting
-        if self._state.waiting_offline.is_full(spec.lane, spec.tenant, limit):
+    if request.request_class is RequestClass.ONLINE:
+        request.num_expected_hits = len(state.cache.find_prefix(request)) * state.config.block_size
+        try:
+            check_room(state, request, now)
+        except QueueFullError:
+            state.counters.refused_requests += 1
+            raise
+    elif spec.lane is Lane.FLEX:
+        limit = state.config.max_num_waiting
+        if state.waiting_offline.is_full(spec.lane, spec.tenant, limit):
             raise QueueFullError(f"{limit} flex requests are waiting already.", retry_after=FLEX_RETRY_SECONDS)
+    return request
+
+
+def note_end(state: SchedulerState, request: Request) -> None:
+    """Update the mean lengths of online prompts and answers."""
+    if request.request_class is not RequestClass.ONLINE or request.spec.probe:
+        return
+    state.num_prompts += 1
+    state.mean_prompt += max(FORGETTING, 1.0 / state.num_prompts) * (request.num_prompt_tokens - state.mean_prompt)
+    if request.spec.pooling is None:
+        state.num_answers += 1
+        weight = max(FORGETTING, 1.0 / state.num_answers)
+        state.mean_output += weight * (request.num_output_tokens - state.mean_output)
 
 
 def check_room(state: SchedulerState, request: Request, now: float) -> None:

@@ -1,7 +1,7 @@
 """Applies a step's result to its requests: progress, new tokens, the end of a request; handles failed steps.
 
-A request that ended or was rewound while the step ran gets nothing. `StepFailures` rewinds the requests of a failed
-step and ends those at fault, which `engine.scheduling.recovery` finds.
+A request that ended or was rewound while the step ran gets nothing. The requests of a failed step are rewound, and
+those at fault, which `engine.scheduling.recovery` finds, end.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
 from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
-from engine.scheduling.admission import Admission
+from engine.scheduling.admission import note_end
 from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN, Chunk, ModelRunnerOutput
 from engine.scheduling.recovery import CANARY_ID, Ending, FaultRecovery
 from engine.scheduling.state import InFlight, SchedulerState
@@ -25,12 +25,16 @@ NO_TOKEN = -4
 
 
 class Results:
-    """Apply step results and end requests."""
+    """Apply step results and end requests.
 
-    def __init__(self, state: SchedulerState, admission: Admission, recovery: FaultRecovery) -> None:
+    Attributes:
+        undone_through: Steps up to this id were built on a failed step; their results and errors are ignored.
+    """
+
+    def __init__(self, state: SchedulerState, recovery: FaultRecovery) -> None:
+        self.undone_through = -1
         self._state = state
         self._counters = state.counters
-        self._admission = admission
         self._recovery = recovery
 
     def finish(
@@ -52,7 +56,7 @@ class Results:
         if request.quarantined:
             self._recovery.forget(request)
         else:
-            self._admission.note_end(request)
+            note_end(self._state, request)
         del self._state.requests[request.request_id]
         request.times = request.times._replace(finished=now)
         if request.final_only:
@@ -268,6 +272,49 @@ class Results:
             self._state.cache.withdraw(request)
         return bool(bad)
 
+    def passed(self, flight: InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
+        """Handle a completed step while suspects or the canary exist. Outputs of the canary are not passed on."""
+        self._recovery.passed(flight.reached())
+        for output in outputs:
+            if output.request_id != CANARY_ID:
+                yield output
+            elif output.finish_reason is not None:
+                yield from self._end(self._recovery.canary_passed(now), now)
+
+    def failed(self, flight: InFlight, now: float) -> Iterator[RequestOutput]:
+        """Rewind a failed step and the steps behind it. Yield the outputs of requests that end because of it."""
+        self._counters.failed_steps += 1
+        step = flight.reached()
+        self._rewind(flight)
+        yield from self._end(self._recovery.failed(step, now), now)
+
+    def _end(self, endings: list[Ending], now: float) -> Iterator[RequestOutput]:
+        for request, error in endings:
+            yield self.finish(request, FinishReason.ERROR, now, error=error)
+
+    def _rewind(self, flight: InFlight) -> None:
+        """Undo a failed step and the steps in flight behind it, which were built on its tokens.
+
+        The runner may have applied only part of the deltas, so every affected row is released and written whole again.
+        """
+        undone = (flight, *self._state.in_flight)
+        self.undone_through = undone[-1].output.step_id
+        for each in undone:
+            for request in each.live():
+                self._restart(request)
+        failed = {each.output.step_id for each in undone}
+        self._state.cache.rewind(self._state.requests.values(), failed)
+        for each in undone:
+            self._state.released_rows.extend(each.output.released_rows)
+
+    def _restart(self, request: Request) -> None:
+        request.epoch += 1
+        request.num_placeholders = 0
+        if request.status is RequestStatus.RUNNING:
+            self._state.rewind(request)
+        else:
+            self._state.cache.parked.forget(request)
+
     def _fail_grammar(self, request: Request, now: float) -> RequestOutput:
         """End only this request, because nothing continues its answer within the limits of its grammar."""
         grammar = request.spec.sampling.grammar
@@ -296,60 +343,3 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Return one output for two outputs of a request in a step."""
     logprobs = None if second.logprobs is None else (*(first.logprobs or ()), *second.logprobs)
     return second._replace(token_ids=(*first.token_ids, *second.token_ids), logprobs=logprobs)
-
-
-class StepFailures:
-    """Handle step failures.
-
-    Attributes:
-        undone_through: Steps up to this id were built on a failed step; their results and errors are ignored.
-    """
-
-    def __init__(self, state: SchedulerState, recovery: FaultRecovery, results: Results) -> None:
-        self.undone_through = -1
-        self._state = state
-        self._recovery = recovery
-        self._finish = results.finish
-
-    def passed(self, flight: InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
-        """Handle a completed step while suspects or the canary exist. Outputs of the canary are not passed on."""
-        self._recovery.passed(flight.reached())
-        for output in outputs:
-            if output.request_id != CANARY_ID:
-                yield output
-            elif output.finish_reason is not None:
-                yield from self._end(self._recovery.canary_passed(now), now)
-
-    def failed(self, flight: InFlight, now: float) -> Iterator[RequestOutput]:
-        """Rewind a failed step and the steps behind it. Yield the outputs of requests that end because of it."""
-        self._state.counters.failed_steps += 1
-        step = flight.reached()
-        self._rewind(flight)
-        yield from self._end(self._recovery.failed(step, now), now)
-
-    def _end(self, endings: list[Ending], now: float) -> Iterator[RequestOutput]:
-        for request, error in endings:
-            yield self._finish(request, FinishReason.ERROR, now, error=error)
-
-    def _rewind(self, flight: InFlight) -> None:
-        """Undo a failed step and the steps in flight behind it, which were built on its tokens.
-
-        The runner may have applied only part of the deltas, so every affected row is released and written whole again.
-        """
-        undone = (flight, *self._state.in_flight)
-        self.undone_through = undone[-1].output.step_id
-        for each in undone:
-            for request in each.live():
-                self._restart(request)
-        failed = {each.output.step_id for each in undone}
-        self._state.cache.rewind(self._state.requests.values(), failed)
-        for each in undone:
-            self._state.released_rows.extend(each.output.released_rows)
-
-    def _restart(self, request: Request) -> None:
-        request.epoch += 1
-        request.num_placeholders = 0
-        if request.status is RequestStatus.RUNNING:
-            self._state.rewind(request)
-        else:
-            self._state.cache.parked.forget(request)

@@ -185,13 +185,15 @@ def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | No
     ttft, waiting = state.objective.ttft, state.waiting_online
     if state.model is None or (math.isinf(ttft) and not state.promised):
         return math.inf
-    if state.promised:
-        return _promised_slack(state, find_pace(), now)
     oldest = next((request.times for request in waiting if request.times.first_token is None), None)
-    if oldest is not None and oldest.arrival + ttft <= now:
+    if not state.promised and oldest is not None and oldest.arrival + ttft <= now:
         return 0.0
     pace = find_pace()
     assert pace is not None, "there is a model"
+    if state.promised:
+        every = (r for r in (*state.running_prompts(), *waiting) if r.times.first_token is None)
+        dues = [(state.objective.first_due(request, pace.step), request) for request in every]
+        return _slack_of(sorted(dues, key=itemgetter(0)), pace, now)
     running = [request for request in state.running_prompts() if request.times.first_token is None]
     if len(waiting) <= FEW:
         prompts = (request for request in merge(running, waiting, key=by_age) if request.times.first_token is None)
@@ -218,14 +220,6 @@ def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | No
     for index in np.flatnonzero((waiting.columns.missing > pace.chunk) & ~waiting.columns.began).tolist():
         work[index] = pace.seconds_for(waiting[index])
     return max(0.0, slack(work))
-
-
-def _promised_slack(state: SchedulerState, pace: PrefillPace | None, now: float) -> float:
-    """Return the slack if the deadlines of requests differ."""
-    assert pace is not None, "there is a model"
-    prompts = [r for r in (*state.running_prompts(), *state.waiting_online) if r.times.first_token is None]
-    dues = [(state.objective.first_due(request, pace.step), request) for request in prompts]
-    return _slack_of(sorted(dues, key=itemgetter(0)), pace, now)
 
 
 def urgent_slack(state: SchedulerState, urgent: Iterable[Request], pace: PrefillPace, now: float) -> float:
