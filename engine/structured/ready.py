@@ -14,9 +14,9 @@ import os
 import socket
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 import msgspec
 
@@ -320,17 +320,15 @@ class Grammars:
 
     async def _build(self, grammar: Grammar, source: str, cost: int, limits: ProofLimits) -> None:
         """Compile a proven grammar in this process, in a thread with a large stack; not cancellable."""
-        loop = asyncio.get_running_loop()
-        built: asyncio.Future[CompiledGrammar] = loop.create_future()
+        built: Future[CompiledGrammar] = Future()
 
         def build() -> None:
-            _be_nice()
+            with suppress(OSError):  # give steps priority; Linux supports niceness per thread
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
             try:
-                compiled = self._compiler.build(source, cost)
+                built.set_result(self._compiler.build(source, cost))
             except BaseException as error:
-                _tell(loop, built.set_exception, error)
-            else:
-                _tell(loop, built.set_result, compiled)
+                built.set_exception(error)
 
         try:
             start_thread(limits.stack * ENGINE_STACKS, build)
@@ -338,7 +336,7 @@ class Grammars:
             log.error("compiling a grammar failed: %s", error)
             raise QueueFullError("The server is short of resources.", retry_after=RETRY_AFTER) from None
         try:
-            compiled = await _to_end(built)
+            compiled = await _to_end(asyncio.wrap_future(built))
         except GrammarError as error:
             self._refusals.add(grammar, str(error))
             raise refusal(grammar, str(error)) from error
@@ -353,15 +351,3 @@ async def _to_end(work: "asyncio.Future[CompiledGrammar]") -> CompiledGrammar:
         await asyncio.wait([work])
         work.exception()
         raise
-
-
-def _be_nice() -> None:
-    """Give steps priority over this thread; Linux supports niceness per thread."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-def _tell(loop: asyncio.AbstractEventLoop, say: Callable[[Any], None], value: object) -> None:
-    """Call `say` on the loop unless it is closed."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(say, value)
