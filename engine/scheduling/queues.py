@@ -350,9 +350,7 @@ class OfflineQueue:
 
     def remove(self, request: Request, *, taken: bool = False) -> None:
         """Remove a waiting request. `taken`: it was admitted, not aborted."""
-        spec = request.spec
-        lane = self._lanes[spec.lane]
-        tenant, key = lane.tenants[spec.tenant], self._job_key(request)
+        lane, tenant, key = self._accounts(request)
         cost = self._cost(request, tenant.jobs[key])
         if lane.preempted.pop(request.request_id, None) is None:
             tenant.jobs[key].queue.remove(request, taken=taken)
@@ -360,12 +358,11 @@ class OfflineQueue:
             lane.num_waiting -= 1
             if taken:
                 self._charged[request.request_id] = cost
-                lane.share.charge(spec.tenant, cost)
-                tenant.share.charge(key, cost)
+                self._charge(request, cost)
                 tenant.last = request.cache_map.hashes
         if taken:
-            self.num_started[spec.lane] += 1
-            self._floors.charge(spec.lane, cost, [name for name, queue in self._lanes.items() if len(queue)])
+            self.num_started[request.spec.lane] += 1
+            self._floors.charge(request.spec.lane, cost, [name for name, queue in self._lanes.items() if len(queue)])
 
     def move(self, request: Request, lane: Lane, *, waits: bool) -> None:
         """Move a request and its charge to another lane. `waits`: it waits in this queue; otherwise it runs."""
@@ -383,38 +380,38 @@ class OfflineQueue:
         if waits:
             self.add(request)
 
-    def _charge(self, request: Request, service: float) -> None:
+    def _accounts(self, request: Request) -> tuple[_LaneQueue, _Tenant, str]:
+        """Return the accounts of a request's lane and tenant, and the key of its job's account."""
         lane = self._lanes[request.spec.lane]
+        return lane, lane.tenants[request.spec.tenant], self._job_key(request)
+
+    def _charge(self, request: Request, service: float) -> None:
+        lane, tenant, key = self._accounts(request)
         lane.share.charge(request.spec.tenant, service)
-        lane.tenants[request.spec.tenant].share.charge(self._job_key(request), service)
+        tenant.share.charge(key, service)
 
     def end(self, request: Request) -> None:
         """Settle a request that ended in any state: correct its charge to the actual cost."""
-        spec = request.spec
-        lane = self._lanes[spec.lane]
-        tenant, key = lane.tenants[spec.tenant], self._job_key(request)
         charged = self._charged.pop(request.request_id, None)
         if charged is not None:
-            job, length = tenant.jobs[key], request.num_output_tokens
-            if not spec.probe:
-                job.mean_output += FORGETTING * (length - job.mean_output)
+            length = request.num_output_tokens
+            if not request.spec.probe:
+                _, tenant, key = self._accounts(request)
+                tenant.jobs[key].mean_output += FORGETTING * (length - tenant.jobs[key].mean_output)
                 self._mean_output += FORGETTING * (length - self._mean_output)
             actual = self._costs.of(request.num_prompt_tokens - request.num_cached_tokens, length)
-            lane.share.charge(spec.tenant, actual - charged)
-            tenant.share.charge(key, actual - charged)
+            self._charge(request, actual - charged)
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
         """Close the accounts of a request if it was the last one of its job or tenant."""
-        spec = request.spec
-        lane = self._lanes[spec.lane]
-        tenant, key = lane.tenants[spec.tenant], self._job_key(request)
+        lane, tenant, key = self._accounts(request)
         tenant.share.leave(key)
         if not tenant.share.is_active(key):
             del tenant.jobs[key]
-        lane.share.leave(spec.tenant)
-        if not lane.share.is_active(spec.tenant):
-            del lane.tenants[spec.tenant]
+        lane.share.leave(request.spec.tenant)
+        if not lane.share.is_active(request.spec.tenant):
+            del lane.tenants[request.spec.tenant]
 
     def candidates(self) -> Iterator[Request]:
         """Yield requests in the order of admission. The queue must not change meanwhile."""
