@@ -10,14 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
 
 from engine.api import EngineRequest, RequestClass, RequestOutput
 from engine.core import EngineCore
 from engine.errors import RetryableError
 from engine.scheduling.offline import OfflinePlan, whole
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
-from predictor.budget import Promise
 from predictor.features import BatchFeatures, LatencyPredictor
 
 PLACEHOLDER_TOKEN = 0
@@ -108,29 +106,11 @@ class VirtualRun:
     end: float = 0.0
 
 
-class Keeper(Protocol):
-    """The SLO keeper beside the core, as in the live engine; see `engine.colocation.keeper`."""
-
-    def on_arrival(self, request_class: RequestClass, now: float) -> None:
-        """Record a queued request."""
-
-    def on_promise(self, request: EngineRequest, now: float) -> None:
-        """Record a queued request that has a promise of its own."""
-
-    def on_refused(
-        self, request_class: RequestClass, prompt_tokens: int, now: float, promise: Promise | None = None
-    ) -> None:
-        """Record a refused request."""
-
-    def on_step(self, output: SchedulerOutput, measured: float, outputs: list[RequestOutput], now: float) -> None:
-        """Record a completed step."""
-
-
 class VirtualDriver:
     """Replays ascending arrivals; keeps `backlog` offline requests from `offline` queued.
 
     Offline requests among the arrivals (offline work at a rate) leave no record. Offline tokens count inside `window`
-    (seconds; default: the whole run). `keeper` gets the same calls as in the live engine.
+    (seconds; default: the whole run).
     """
 
     def __init__(
@@ -142,7 +122,6 @@ class VirtualDriver:
         *,
         backlog: int = 64,
         window: tuple[float, float] = (0.0, math.inf),
-        keeper: Keeper | None = None,
     ) -> None:
         self._core = core
         self._runner = runner
@@ -150,7 +129,6 @@ class VirtualDriver:
         self._offline = offline
         self._backlog = backlog
         self._window = window
-        self._keeper = keeper
         self._num_offline = 0
         self._records: dict[str, VirtualRecord] = {}
         self._prompts: dict[str, int] = {}
@@ -195,10 +173,7 @@ class VirtualDriver:
         result = self._runner.launch(output)()
         self._now += result.latency
         self._arrive()
-        outputs = list(self._core.update(output, result, self._now))
-        if self._keeper is not None:
-            self._keeper.on_step(output, result.latency, outputs, self._now)
-        for request_output in outputs:
+        for request_output in self._core.update(output, result, self._now):
             self._take(request_output)
 
     def _arrive(self) -> None:
@@ -213,15 +188,8 @@ class VirtualDriver:
                 self._core.add_request(arrival.request, arrival.at)
             except RetryableError as error:
                 record.rejected, record.retry_after = True, error.retry_after
-                if self._keeper is not None:
-                    spec = arrival.request
-                    self._keeper.on_refused(spec.request_class, len(spec.prompt_token_ids), self._now, spec.promise)
             else:
                 self._records[arrival.request.request_id] = record
-                if self._keeper is not None:
-                    self._keeper.on_arrival(RequestClass.ONLINE, self._now)
-                    if arrival.request.promise is not None:
-                        self._keeper.on_promise(arrival.request, self._now)
 
     def _refill(self) -> None:
         while self._offline is not None and self._num_offline < self._backlog:
