@@ -149,7 +149,6 @@ def pressure_of(state: SchedulerState, late: Sequence[Request], now: float) -> P
 
     `late`: running requests that yield to them.
     """
-    block_size = state.config.block_size
     offline = state.running[RequestClass.OFFLINE]
     capacity = (
         state.pool.num_available_units + state.pool.num_deferred_units + state.cache.parked.num_units(online=True)
@@ -159,20 +158,8 @@ def pressure_of(state: SchedulerState, late: Sequence[Request], now: float) -> P
     if not _demand_exceeds(state, capacity):
         return None
     capacity += sum(request.cache_map.num_running_units for request in late)
-    return Pressure(
-        now=now,
-        running=state.running[RequestClass.ONLINE],
-        capacity=capacity,
-        block_size=block_size,
-        compact_blocks=state.cache.compact_room,
-        rho=_rho(state) * READ_STEPS * block_size / UNITS_PER_BLOCK,
-        ttft=state.objective.ttft,
-        tbt=state.objective.tbt,
-        promised=bool(state.promised),
-        model=state.model,
-        max_chunk=state.config.max_num_batched_tokens,
-        most_blocks=state.config.most_blocks,
-    )
+    rho = _rho(state) * READ_STEPS * state.config.block_size / UNITS_PER_BLOCK
+    return Pressure(state, now, capacity, state.cache.compact_room, rho)
 
 
 def _rho(state: SchedulerState) -> float:
