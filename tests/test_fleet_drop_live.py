@@ -86,11 +86,11 @@ async def test_a_burst_makes_one_pipeline_of_two_engines_and_its_end_two_again(t
 @pytest.mark.parametrize(
     ("way", "step", "dies"),
     [
-        ("merge", "Exchange", 1),
+        ("merge", "Stall", 1),
         ("merge", "Reform", 0),
         ("merge", "Go", 1),
         ("split", "Reform", 1),
-        ("split", "WritePasts", 0),
+        ("split", "Go", 0),
     ],
 )
 @pytest.mark.usefixtures("device")

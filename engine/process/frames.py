@@ -71,33 +71,25 @@ class Detach(OrderBase, frozen=True):
     """Remove all requests. The answer holds their pasts, which stay intact until `Reform`."""
 
 
-class Exchange(OrderBase, frozen=True):
-    """Exchange parts of pasts with the other engine."""
+class Reform(OrderBase, frozen=True):
+    """Exchange parts of pasts with the other engine, then resize to some layers and units.
+
+    Stopped requests keep their units.
+    """
 
     keeps: tuple[Part, ...]  # parts that move to other units of this engine
     gives: tuple[Part, ...]  # parts to send to the other engine
     gets: tuple[Part, ...]  # parts to receive
     first: bool  # whether this engine sends before it receives
-
-
-class Reform(OrderBase, frozen=True):
-    """Resize the engine to some layers and units. Stopped requests keep their units."""
-
     layers: Layers | None  # layers to keep; None: load all layers
     num_units: int
-    schedules: bool  # whether the core of this engine allocates the units
+    schedules: bool = True  # whether the core of this engine allocates the units
 
 
 class Attach(OrderBase, frozen=True):
     """Add requests in this order. The answer holds the units for their pasts."""
 
     requests: tuple[tuple[EngineRequest, int], ...]  # with the tokens of the past to come; ignored for stopped requests
-
-
-class WritePasts(OrderBase, frozen=True):
-    """Write the exchanged parts of these pasts into their units, and discard the other parts."""
-
-    pasts: tuple[Past, ...]
 
 
 class Deliver(OrderBase, frozen=True):
@@ -108,10 +100,10 @@ class Deliver(OrderBase, frozen=True):
 
 
 class Go(OrderBase, frozen=True):
-    """Run steps again."""
+    """Run steps again. A whole engine first writes the exchanged parts of `pasts` into their units."""
 
     role: str
-    arrived: tuple[str, ...] = ()  # ids of requests whose past is complete
+    pasts: tuple[Past, ...] = ()
 
 
 class Retire(OrderBase, frozen=True):
@@ -142,8 +134,7 @@ class Reset(OrderBase, frozen=True):
 
 
 Order = (
-    Hold | Meet | Stall | Detach | Exchange | Reform | Attach | WritePasts | Deliver | Go | Retire | Prepare | Dissolve
-    | Reset
+    Hold | Meet | Stall | Detach | Reform | Attach | Deliver | Go | Retire | Prepare | Dissolve | Reset
 )  # fmt: skip
 
 
