@@ -96,21 +96,8 @@ class _Style(NamedTuple):
     bare_calls: bool = False
 
 
-def _user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def _conversations(style: _Style) -> list[list[dict[str, Any]]]:
-    """Return a conversation for every role, so that tokens that a template builds from roles are seen."""
-    user, answer = _user(PROBE_TEXT), {"role": "assistant", "content": PROBE_TEXT}
-    calling = _message("call", 0, style)
-    result = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": PROBE_TEXT}
-    return [
-        [{"role": "system", "content": PROBE_TEXT}, user],
-        [{"role": "developer", "content": PROBE_TEXT}, user],
-        [user, answer, user],
-        [user, calling, result],
-    ]
+_TALKS = (("system", "user"), ("developer", "user"), ("user", "assistant", "user"), ("user", "call", "result"))
+"""Conversations with every role, so that tokens that a template builds from roles are seen."""
 
 
 def _shaped(style: _Style) -> dict[Shape, list[list[dict[str, Any]]]]:
@@ -139,10 +126,6 @@ def _talk(*roles: str, style: _Style) -> list[dict[str, Any]]:
     return [_message(role, number, style) for number, role in enumerate(roles)]
 
 
-def _after_answer(rendered: str) -> str:
-    return rendered.partition(f"{PROBE_TEXT}-1")[2][:MAX_MARK_CHARS]
-
-
 def _message(role: str, number: int, style: _Style) -> dict[str, Any]:
     text = f"{PROBE_TEXT}-{number}"
     content: Any = [{"type": "text", "text": text}] if style.as_parts else text
@@ -168,13 +151,12 @@ def _shows(rendered: str, conversation: list[dict[str, Any]]) -> bool:
 
 def _probe(attempt: Callable[[str, list[dict[str, Any]]], str], templates: Mapping[str, str]) -> TemplateFacts:
     main = templates.get("default") or next(iter(templates.values()))
-    as_string = attempt(main, [_user(PROBE_TEXT)])
-    as_parts = attempt(main, [_user([{"type": "text", "text": PROBE_TEXT}])])
+    as_string, as_parts = (attempt(main, _talk("user", style=_Style(as_parts))) for as_parts in (False, True))
     takes_parts = PROBE_TEXT in as_parts and "'type'" not in as_parts and '"type"' not in as_parts
     style = _find_style(partial(attempt, main), takes_parts and PROBE_TEXT not in as_string)
     rendered = [as_string]
     for template in templates.values():
-        rendered += [attempt(template, conversation) for conversation in _conversations(style)]
+        rendered += [attempt(template, _talk(*roles, style=style)) for roles in _TALKS]
     refused: list[Shape] = []
     for shape, conversations in _shaped(style).items():
         written = [attempt(main, conversation) for conversation in conversations]
@@ -188,6 +170,7 @@ def _probe(attempt: Callable[[str, list[dict[str, Any]]], str], templates: Mappi
             refused.append(Shape.CALL)
     if sum(map(len, rendered)) + len(as_parts) > MAX_RENDERED_CHARS:
         raise _UnusableError(_UNUSABLE["long"])
+    answered = attempt(main, _talk("user", "assistant", style=style))
     return TemplateFacts(
         reads_strings=PROBE_TEXT in as_string,
         reads_parts=takes_parts,
@@ -195,7 +178,7 @@ def _probe(attempt: Callable[[str, list[dict[str, Any]]], str], templates: Mappi
         text_arguments=style.text_arguments,
         bare_calls=style.bare_calls,
         rendered="\0".join(rendered),
-        after_answer=_after_answer(attempt(main, _talk("user", "assistant", style=style))),
+        after_answer=answered.partition(f"{PROBE_TEXT}-1")[2][:MAX_MARK_CHARS],
     )
 
 
