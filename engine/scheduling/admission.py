@@ -14,7 +14,7 @@ that rows do not go back and forth.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, takewhile
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes
@@ -39,10 +39,33 @@ from engine.scheduling.urgency import (
     slack,
     uses_laxity,
 )
-from engine.scheduling.waiting import by_age
+from engine.scheduling.waiting import WaitingQueue, by_age
 
 Order = Callable[[list[Request], PrefillPace | None], PromptOrder]
 """Order the requests of one tenant, given by arrival, at the pace of that tenant."""
+
+
+def order_online(
+    prompts: list[Request],
+    waiting: Sequence[Request],
+    share: OnlineShare,
+    pace: PrefillPace | None,
+    by_urgency: Order | None,
+) -> PromptOrder:
+    """Order the prompts in progress and the waiting requests, both given by arrival.
+
+    `by_urgency`: order of one tenant; None: the prompts in progress precede the others, which keep their order.
+    """
+    if by_urgency is not None:
+        if isinstance(waiting, WaitingQueue):
+            both = waiting.with_others(prompts)
+        else:
+            both = sorted([*prompts, *waiting], key=by_age)
+        return order_tenants(both, share, pace, by_urgency) if share.is_contested else by_urgency(both, pace)
+    if not share.is_contested:
+        return PromptOrder((), [*prompts, *waiting])
+    merged = order_tenants(waiting, share, None, lambda group, _: PromptOrder((), group)).urgent
+    return PromptOrder(chain(prompts, merged), ())
 
 
 def order_tenants(
@@ -312,24 +335,12 @@ def _pace_of_crowd(state: SchedulerState, *, likely: bool = False) -> PrefillPac
 
 def _ahead(state: SchedulerState, request: Request, pace: PrefillPace, now: float) -> list[Request]:
     """Return the prompts, running or waiting, that precede a request that arrives now."""
-    running, waiting = state.running_prompts(), state.waiting_online
     share = state.online_share.with_arrival(request.spec.tenant)
-    laxity = uses_laxity(state)
-    if not laxity and not share.is_contested:
-        return [*running, *waiting]
-    if not laxity:
-        order = order_tenants([*waiting, request], share, None, lambda group, _: PromptOrder((), group))
-        return [*running, *_before(order.urgent, request)]
-    both = [*waiting.with_others(running), request]
-
     promised = bool(state.promised) or request.spec.promise is not None
 
     def by_urgency(requests: list[Request], pace: PrefillPace | None) -> PromptOrder:
         return order_prompts(requests, state.objective, pace, now, promised=promised)
 
-    order = order_tenants(both, share, pace, by_urgency) if share.is_contested else by_urgency(both, pace)
-    return _before(chain(order.urgent, order.behind), request)
-
-
-def _before(requests: Iterable[Request], request: Request) -> list[Request]:
-    return list(takewhile(lambda other: other is not request, requests))
+    waiting = [*state.waiting_online, request]
+    order = order_online(state.running_prompts(), waiting, share, pace, by_urgency if uses_laxity(state) else None)
+    return list(takewhile(lambda other: other is not request, chain(order.urgent, order.behind)))

@@ -31,13 +31,12 @@ Offline steps pause on an idle server (`OfflineRest`).
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 from engine.api import RequestClass
 from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestStatus, due
-from engine.scheduling.admission import let_in, order_tenants
+from engine.scheduling.admission import let_in, order_online
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline import OfflineFill, OfflinePlan
 from engine.scheduling.output import ReplacedEntry
@@ -55,7 +54,7 @@ from engine.scheduling.urgency import (
     urgent_slack,
     uses_laxity,
 )
-from engine.scheduling.waiting import Start, WaitingQueue, by_age
+from engine.scheduling.waiting import Start
 from predictor.features import CacheWork
 
 BEHIND_EVERY = 8
@@ -154,14 +153,10 @@ class PromptFill:
         waiting: Sequence[Request] = state.waiting_online if starts is None else [start.request for start in starts]
         if starts is None and not self._num_rows():
             waiting = []
-        shared = state.online_share.is_contested
         if not uses_laxity(state) or len(prompts) + len(waiting) < 2:
             if waiting and starts is None and policy.order is not None:
                 waiting = policy.order(state, self._step.now)
-            if not shared:
-                return PromptOrder((), [*prompts, *waiting])
-            merged = order_tenants(waiting, state.online_share, None, lambda group, _: PromptOrder((), group)).urgent
-            return PromptOrder(chain(prompts, merged), ())
+            return order_online(prompts, waiting, state.online_share, None, None)
         rank = {} if starts is None else {start.request: index for index, start in enumerate(starts)}
 
         def by_urgency(requests: list[Request], pace: PrefillPace | None) -> PromptOrder:
@@ -170,15 +165,7 @@ class PromptFill:
                 return order
             return PromptOrder(order.urgent, sorted(order.behind, key=lambda request: rank.get(request, -1)))
 
-        both = (
-            waiting.with_others(prompts)
-            if isinstance(waiting, WaitingQueue)
-            else sorted([*prompts, *waiting], key=by_age)
-        )
-        pace = self._step.pace
-        if shared:
-            return order_tenants(both, state.online_share, pace, by_urgency)
-        return by_urgency(both, pace)
+        return order_online(prompts, waiting, state.online_share, self._step.pace, by_urgency)
 
     def _num_rows(self) -> int:
         """Return the rows that online requests could get, those of offline requests included."""
