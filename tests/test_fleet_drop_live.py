@@ -59,7 +59,7 @@ async def pipelines(fleet: FleetClient) -> PipelineStats:
 @pytest.fixture(params=["cpu", "gpu"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What engines run on: as processes of this machine do, or by the GPU's runner over a stand-in for its driver."""
-    monkeypatch.setattr("engine.process.client.RestartPolicy", lambda: RestartPolicy(9999, max_delay=0.1))
+    monkeypatch.setattr("engine.process.life.RestartPolicy", lambda: RestartPolicy(9999, max_delay=0.1))
     if request.param == "gpu":
         child = str(Path(__file__).with_name("cuda_child.py"))
         monkeypatch.setattr("engine.process.launcher.python_module", lambda *_: [sys.executable, child])

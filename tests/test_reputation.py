@@ -77,7 +77,7 @@ async def test_who_took_part_in_a_death_waits_until_it_is_judged_and_costs_no_de
         outputs = await collect(engine, request("bad", grammar=grammar))
         assert is_error(outputs[-1], EngineStepError)
         deaths = sum((await engine.stats()).restarts.values())
-        assert deaths >= SUSPECT_AFTER + LONE_DEATHS and len(engine._life.judge.policy._deaths) <= 1
+        assert deaths >= SUSPECT_AFTER + LONE_DEATHS and len(engine.judge.policy._deaths) <= 1
         await until(lambda: engine.is_up)
         for name in ("bad", "other"):
             with pytest.raises(EngineStepError, match=f"ended {deaths} times"):

@@ -69,7 +69,7 @@ async def test_nothing_more_is_sent_to_a_process_that_is_gone(monkeypatch: pytes
     engine._link._connection = wire  # type: ignore[assignment]
     engine._link.resume([resumable(engine, f"r{n}", 101) for n in range(200)])
     sent = len(wire.names)
-    engine._life.down()
+    engine.down()
     await asyncio.sleep(0.01)
     assert 0 < sent == len(wire.names) < 200
 

@@ -9,6 +9,7 @@ engines without interrupting their streams.
 import asyncio
 import logging
 import socket
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -17,13 +18,14 @@ from typing import Any, Generic, TypeVar, cast
 
 from engine.api import EngineRequest
 from engine.client import EngineInfo, EngineState, Figures, LoadReport
+from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError
 from engine.loop.watchdog import StepWatch
 from engine.machine.activity import Activity
 from engine.process import frames
 from engine.process.frames import FrameError, FrameReader, Message, Order, Past, Reset, encode
 from engine.process.launcher import Launcher, ProcessEndpoint, ProcessOptions, end_now, reaped
-from engine.process.requests import DeathJudge, OpenRequest, Requests
+from engine.process.requests import DeathJudge, OpenRequest, Requests, RestartPolicy
 from engine.process.suspects import RENEWED, START, SYSTEM, Origin, is_of_system, origin_of, start_error
 
 MessageT = TypeVar("MessageT")
@@ -296,26 +298,16 @@ _LEVELS = {Origin.ASKED: logging.INFO, Origin.SYSTEM: logging.DEBUG}
 STARTED_ANYWAY = "the engine is being started anyway"
 
 
-class ProcessLife:
-    """The processes of one engine, one after another.
+class ProcessLife(ABC):
+    """The processes of one engine, one after another."""
 
-    `down` is called when no process runs any more, `changed` when a process starts or ends.
-    """
-
-    def __init__(
-        self,
-        launcher: Launcher,
-        link: ProcessLink,
-        requests: Requests,
-        figures: Figures,
-        judge: DeathJudge,
-        options: ProcessOptions,
-        down: Callable[[], None],
-        changed: Callable[[], None],
-    ) -> None:
-        self.launcher = launcher
-        self.judge = judge
-        self.info: EngineInfo | None = None
+    def __init__(self, config: EngineConfig, options: ProcessOptions) -> None:
+        clock = self._clock = options.clock
+        self._requests = Requests(clock)
+        self._link = ProcessLink(self._receive, self._requests.resumed)
+        self._figures = Figures()
+        self.launcher = Launcher(config, options)
+        self.judge = DeathJudge(self._requests, options.policy or RestartPolicy(), clock, waits=options.waits)
         self.child: ProcessEndpoint | None = None
         self.pulse: frames.Pulse | None = None
         self.ready = asyncio.Event()
@@ -324,18 +316,27 @@ class ProcessLife:
         self.death: str | None = None
         self.dead = asyncio.Event()
         self.draining = self.judged = self.has_worked = False
-        self._link = link
-        self._requests = requests
-        self._figures = figures
+        self._info: EngineInfo | None = None
         self._options = options
         self._watch = StepWatch(options.silence, self._on_silence, self._read_activity)
-        self._down = down
-        self._changed = changed
         self._cause: str | None = None
         self._lost: asyncio.Future[str] | None = None
         self._task: asyncio.Task[None] | None = None
         self._making_spare: asyncio.Task[None] | None = None
         self._started = self._stopping = False
+
+    @abstractmethod
+    def _receive(self, message: frames.ToGateway) -> None:
+        """Handle one message of the process."""
+
+    @abstractmethod
+    def _on_change(self) -> None:
+        """Report that the process has started or ended."""
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "the model is not loaded yet"
+        return self._info
 
     @property
     def state(self) -> EngineState:
@@ -380,7 +381,7 @@ class ProcessLife:
         self.judged = False
         self.ready.set()
         self.turned.set()
-        self._changed()
+        self._on_change()
 
     def on_not_started(self, message: frames.NotStarted) -> None:
         self._cause, self.judge.refusal = message.cause, message.error.message
@@ -391,13 +392,13 @@ class ProcessLife:
         self._cause = message.cause
         log.critical("the engine process ends itself: %s", message.message)
         self.ready.clear()
-        self._changed()
+        self._on_change()
 
     def keep_flight(self, cause: str, child: ProcessEndpoint | None) -> None:
         """Write the last steps of a process to the disk."""
         flights = self._options.flights
-        if flights is not None and child is not None and self.info is not None and cause != RENEWED:
-            flights.keep(cause, self.info, child.entries)
+        if flights is not None and child is not None and self._info is not None and cause != RENEWED:
+            flights.keep(cause, self._info, child.entries)
 
     # The first process and the last
 
@@ -414,7 +415,7 @@ class ProcessLife:
             planned(message)
             message = child.receive()
             assert isinstance(message, frames.Built)
-            self.info = message.info
+            self._info = message.info
         except BaseException as error:
             self.discard()
             raise (start_error(error) if isinstance(error, OSError) else error) from None
@@ -427,13 +428,13 @@ class ProcessLife:
         self.launcher.discard()
 
     def kill(self) -> None:
-        """Kill all processes at once."""
+        """See EngineClient.kill."""
         if self.child is not None:
             self.child.kill()
         self.launcher.kill()
 
     async def start(self) -> None:
-        """Begin serving with the first process and supervise it. Raise the error of a failed start."""
+        """See EngineClient.start. Begin with the loaded process, and supervise it."""
         child = self.child or await self.launcher.start()
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -444,12 +445,7 @@ class ProcessLife:
         self._started = True
         self._task = asyncio.create_task(self._supervise(child), name="tidemill-supervisor")
 
-    @property
-    def is_supervised(self) -> bool:
-        """Whether dead processes are restarted."""
-        return self._task is not None
-
-    async def stop(self) -> None:
+    async def _shut_down(self) -> None:
         """Ask the process to shut down; kill it after `STOP_SECONDS`."""
         self._stopping = True
         task, self._task = self._task, None
@@ -463,7 +459,7 @@ class ProcessLife:
         self._watch.end()
         await asyncio.to_thread(self.discard)
 
-    async def renew(self, *, anyway: bool) -> str:
+    async def renew(self, *, anyway: bool = False) -> str:
         """See EngineClient.renew. The next process is prepared before the current one is killed.
 
         The preparation is skipped for a forced renewal in a fleet, because the other engines continue to serve.
@@ -506,7 +502,7 @@ class ProcessLife:
         if not self.ready.is_set():
             error = lost.exception()
             raise error if error is not None else EngineUnavailableError("the engine process ended while it started")
-        self.judge.policy.ready(self._options.clock())
+        self.judge.policy.ready(self._clock())
         self.launcher.has_served()
         if self._options.spare and (self._making_spare is None or self._making_spare.done()):
             self._making_spare = asyncio.create_task(self._keep_spare(), name="tidemill-spare")
@@ -532,7 +528,7 @@ class ProcessLife:
             self.turned.set()
             self._figures.restarts[cause] += 1
             self.judged = True
-            self._changed()
+            self._on_change()
             if delay is None:
                 self._give_up(f"the engine process ended too often, at last by {ended} ({cause})")
                 return
@@ -608,15 +604,14 @@ class ProcessLife:
         self._watch.end()
         self._link.end()
         self._figures.process_ended()
-        self._down()
-        self._changed()
+        self._on_change()
 
     def _give_up(self, why: str) -> None:
         self.death = why
         log.critical("%s", why)
-        self._changed()
+        self._on_change()
         self._requests.end_all("The engine stopped while this request was running.")
-        self._changed()
+        self._on_change()
         self.turned.set()
         self.dead.set()
 
