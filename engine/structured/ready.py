@@ -15,7 +15,6 @@ import socket
 import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -320,18 +319,14 @@ class Grammars:
 
     async def _build(self, grammar: Grammar, source: str, cost: int, limits: ProofLimits) -> None:
         """Compile a proven grammar in this process, in a thread with a large stack; not cancellable."""
-        built: Future[CompiledGrammar] = Future()
 
-        def build() -> None:
+        def build() -> CompiledGrammar:
             with suppress(OSError):  # give steps priority; Linux supports niceness per thread
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-            try:
-                built.set_result(self._compiler.build(source, cost))
-            except BaseException as error:
-                built.set_exception(error)
+            return self._compiler.build(source, cost)
 
         try:
-            start_thread(limits.stack * ENGINE_STACKS, build)
+            _, built = start_thread(limits.stack * ENGINE_STACKS, build)
         except RuntimeError as error:
             log.error("compiling a grammar failed: %s", error)
             raise QueueFullError("The server is short of resources.", retry_after=RETRY_AFTER) from None
