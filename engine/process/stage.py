@@ -79,7 +79,7 @@ class PipelineStage:
         if isinstance(order, frames.Reset):
             self.close()  # unblocks calls that wait for the other engine
             known = set(order.known)
-            for found in list(self._engine.moves.open_requests()):
+            for found in self._engine.moves.open_requests():
                 if found.request_id not in known and self._knows(found.request_id):
                     self._engine.drop(found.request_id)
         return self._carry_out(order)
@@ -185,7 +185,7 @@ class PipelineStage:
     def _detach(self) -> tuple[Past, ...]:
         """Detach the gateway's requests. Requests of the engine itself stay and start over."""
         engine, pasts = self._engine, []
-        for found in sorted(engine.moves.open_requests(), key=lambda request: request.arrival):
+        for found in engine.moves.open_requests():
             request_id = found.request_id
             if not engine.serves(request_id, self._sink):
                 engine.moves.start_over(request_id)
@@ -331,7 +331,7 @@ class PipelineStage:
         if self.role == FOLLOWER:
             await self._ended.wait()
         await engine.hold()
-        for found in sorted(moves.open_requests(), key=lambda request: request.arrival):
+        for found in moves.open_requests():
             moves.start_over(found.request_id)
         self._staged = {}
         moves.resize_cache(0)
