@@ -32,9 +32,10 @@ OFFLINE_POLICIES = ("psm", "deadline", "fcfs")
 
 
 class JobQueue:
-    """Waiting requests of one job. `utility` is the paper's u."""
+    """Waiting requests of one job. `utility` is the paper's u; `mean_output` are tokens of its answers on average."""
 
-    def __init__(self, policy: str, block_size: int, utility: float, seed: int) -> None:
+    def __init__(self, policy: str, block_size: int, utility: float, seed: int, mean_output: float) -> None:
+        self.mean_output = mean_output
         self._policy = policy
         self._block_size = block_size
         self._utility = utility
@@ -217,16 +218,10 @@ FORGETTING = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    queue: JobQueue
-    mean_output: float
-
-
-@dataclass(slots=True, eq=False)
 class _Tenant:
     """Waiting requests of a tenant in a lane. `last`: block hashes of the prompt that was admitted last."""
 
-    jobs: dict[str, _Job] = field(default_factory=dict)
+    jobs: dict[str, JobQueue] = field(default_factory=dict)
     share: FairShare = field(default_factory=FairShare)
     num_waiting: int = 0
     last: Sequence[bytes] = ()
@@ -323,7 +318,7 @@ class OfflineQueue:
             yield from lane.preempted.values()
             for tenant in lane.tenants.values():
                 for job in tenant.jobs.values():
-                    yield from job.queue
+                    yield from job
 
     def add(self, request: Request) -> None:
         """Queue a new or a preempted request."""
@@ -333,7 +328,7 @@ class OfflineQueue:
             return
         self.adopt(request)
         tenant = lane.tenants[request.spec.tenant]
-        tenant.jobs[self._job_key(request)].queue.add(request)
+        tenant.jobs[self._job_key(request)].add(request)
         tenant.num_waiting += 1
         lane.num_waiting += 1
 
@@ -343,8 +338,7 @@ class OfflineQueue:
         tenant = lane.tenants.setdefault(request.spec.tenant, _Tenant())
         key = self._job_key(request)
         if key not in tenant.jobs:
-            queue = JobQueue(self._policy, self._block_size, self._utility, self._seed)
-            tenant.jobs[key] = _Job(queue, self._mean_output)
+            tenant.jobs[key] = JobQueue(self._policy, self._block_size, self._utility, self._seed, self._mean_output)
         lane.share.enter(request.spec.tenant)
         tenant.share.enter(key)
 
@@ -353,7 +347,7 @@ class OfflineQueue:
         lane, tenant, key = self._accounts(request)
         cost = self._cost(request, tenant.jobs[key])
         if lane.preempted.pop(request.request_id, None) is None:
-            tenant.jobs[key].queue.remove(request, taken=taken)
+            tenant.jobs[key].remove(request, taken=taken)
             tenant.num_waiting -= 1
             lane.num_waiting -= 1
             if taken:
@@ -429,7 +423,7 @@ class OfflineQueue:
     def _job_key(self, request: Request) -> str:
         return request.spec.job if self._policy == "psm" else ""
 
-    def _cost(self, request: Request, job: _Job) -> float:
+    def _cost(self, request: Request, job: JobQueue) -> float:
         """Return the expected cost of a request."""
         output = min(job.mean_output, request.spec.sampling.max_tokens)
         return self._costs.of(len(request.token_ids), output)
@@ -482,12 +476,12 @@ class _LaneWalk:
     def _jobs_of(self, name: str) -> FairWalk:
         if name not in self._jobs:
             tenant = self._lane.tenants[name]
-            self._jobs[name] = FairWalk(tenant.share, (k for k, job in tenant.jobs.items() if len(job.queue)))
+            self._jobs[name] = FairWalk(tenant.share, (k for k, job in tenant.jobs.items() if len(job)))
         return self._jobs[name]
 
     def _next_of(self, name: str, key: str) -> Request | None:
         walk = self._requests.get((name, key))
         if walk is None:
             tenant = self._lane.tenants[name]
-            walk = self._requests[name, key] = tenant.jobs[key].queue.candidates(tenant.last)
+            walk = self._requests[name, key] = tenant.jobs[key].candidates(tenant.last)
         return next(walk, None)
