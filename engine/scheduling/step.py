@@ -372,7 +372,7 @@ def build_next(state: SchedulerState, recovery: FaultRecovery, plan: OfflinePlan
             return step
     if not turns or state.in_flight:
         return None
-    return LastResortBuilder(StepPlan(state, now)).build(with_offline=plan is not None)
+    return last_resort(StepPlan(state, now), with_offline=plan is not None)
 
 
 class TrialBuilder:
@@ -440,50 +440,44 @@ class TrialBuilder:
         return bool(self._state.free_rows) and 0 < missing <= pool.num_deferred_units
 
 
-class LastResortBuilder:
-    """Build a step with one request's next token, or with a floor chunk of its prompt."""
+def last_resort(step: StepPlan, *, with_offline: bool) -> InFlight | None:
+    """Return a step with one request's next token, or with a floor chunk of its prompt; None if no request can run.
 
-    def __init__(self, step: StepPlan) -> None:
-        self._step = step
-        self._state = step.state
+    `with_offline`: offline requests may be chosen.
+    """
+    request = _next_alone(step.state, with_offline)
+    if request is None:
+        return None
+    victims = iter(_others(step.state, request))
+    while not _run_alone(step, request):
+        victim = next(victims, None)
+        if victim is None:
+            step.state.cache.parked.forget_all()
+            _run_alone(step, request)
+            break
+        step.state.preempt(victim, "stall", step.now)
+    return step.finish()
 
-    def build(self, with_offline: bool) -> InFlight | None:
-        """Return the step, or None if no request can run. `with_offline`: offline requests may be chosen."""
-        request = self._next(with_offline)
-        if request is None:
-            return None
-        victims = iter(_others(self._state, request))
-        while not self._run(request):
-            victim = next(victims, None)
-            if victim is None:
-                self._state.cache.parked.forget_all()
-                self._run(request)
-                break
-            self._state.preempt(victim, "stall", self._step.now)
-        return self._step.finish()
 
-    def _next(self, with_offline: bool) -> Request | None:
-        state = self._state
-        for online in (state.running[RequestClass.ONLINE], state.waiting_online):
-            if online:
-                return online[0]
-        if not with_offline:
-            return None
-        running = min(state.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane, default=None)
-        return running or next(state.waiting_offline.candidates(), None)
+def _next_alone(state: SchedulerState, with_offline: bool) -> Request | None:
+    for online in (state.running[RequestClass.ONLINE], state.waiting_online):
+        if online:
+            return online[0]
+    if not with_offline:
+        return None
+    running = min(state.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane, default=None)
+    return running or next(state.waiting_offline.candidates(), None)
 
-    def _run(self, request: Request) -> bool:
-        """Add the request if the free units suffice. Return whether it is in the step."""
-        if request.status is not RequestStatus.RUNNING:
-            return self._step.admit(request, self._length)
-        start = request.num_computed_tokens
-        length = self._step.allocation.grow_alone(request, self._length(start, request.num_pending_tokens))
-        if length:
-            self._step.charge_and_add(request, length)
-        return length > 0
 
-    def _length(self, _start: int, wanted: int) -> int:
-        return min(wanted, self._step.ledger.tokens_left, self._state.config.min_prefill_chunk)
+def _run_alone(step: StepPlan, request: Request) -> bool:
+    """Add the request if the free units suffice. Return whether it is in the step."""
+    most = min(step.ledger.tokens_left, step.state.config.min_prefill_chunk)
+    if request.status is not RequestStatus.RUNNING:
+        return step.admit(request, lambda _, wanted: min(wanted, most))
+    length = step.allocation.grow_alone(request, min(request.num_pending_tokens, most))
+    if length:
+        step.charge_and_add(request, length)
+    return length > 0
 
 
 def _others(state: SchedulerState, request: Request) -> list[Request]:
