@@ -18,7 +18,7 @@ Candidates are only peeked at; the queue changes when a request is admitted. Run
 active, so a job keeps its counter while its next lines are still being read from disk.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from operator import attrgetter
@@ -238,35 +238,30 @@ class _LaneQueue:
         return len(self.preempted) + self.num_waiting
 
 
-class LaneFloors:
-    """Service owed to each lane, in the unit of costs."""
+def _next_lane(owed: Mapping[Lane, float], heads: Iterable[tuple[Lane, float]]) -> Lane:
+    """Return the next lane.
 
-    def __init__(self, owed: dict[Lane, float] | None = None) -> None:
-        self._owed = dict(owed or {})
+    `owed`: service in the unit of costs. `heads`: the waiting lanes, highest first, with their next requests' costs.
+    """
+    first: Lane | None = None
+    for lane, cost in heads:
+        if first is None:
+            first = lane
+        elif owed.get(lane, 0.0) >= cost:
+            return lane
+    assert first is not None
+    return first
 
-    def copy(self) -> "LaneFloors":
-        return LaneFloors(self._owed)
 
-    def choose(self, heads: Iterable[tuple[Lane, float]]) -> Lane:
-        """Return the next lane, given the waiting lanes, highest first, with the cost of their next requests."""
-        first: Lane | None = None
-        for lane, cost in heads:
-            if first is None:
-                first = lane
-            elif self._owed.get(lane, 0.0) >= cost:
-                return lane
-        assert first is not None
-        return first
-
-    def charge(self, lane: Lane, cost: float, waiting: Iterable[Lane]) -> None:
-        """Record that a request of `lane` was admitted while the lanes `waiting` had more requests."""
-        present = set(waiting)
-        for below in present:
-            if below > lane:
-                self._owed[below] = self._owed.get(below, 0.0) + LANE_FLOORS[below] * cost
-        self._owed[lane] = max(0.0, self._owed.get(lane, 0.0) - cost)
-        for absent in [known for known in self._owed if known not in present]:
-            del self._owed[absent]
+def _pay_lane(owed: dict[Lane, float], lane: Lane, cost: float, waiting: Iterable[Lane]) -> None:
+    """Record that a request of `lane` was admitted while the lanes `waiting` had more requests."""
+    present = set(waiting)
+    for below in present:
+        if below > lane:
+            owed[below] = owed.get(below, 0.0) + LANE_FLOORS[below] * cost
+    owed[lane] = max(0.0, owed.get(lane, 0.0) - cost)
+    for absent in [known for known in owed if known not in present]:
+        del owed[absent]
 
 
 class OfflineQueue:
@@ -289,7 +284,7 @@ class OfflineQueue:
         self._costs = costs or TokenCosts()
         self._lanes = {lane: _LaneQueue() for lane in Lane}
         self.num_started = dict.fromkeys(Lane, 0)
-        self._floors = LaneFloors()
+        self._owed: dict[Lane, float] = {}
         self._charged: dict[str, float] = {}
         self._mean_output = 0.0
 
@@ -356,7 +351,7 @@ class OfflineQueue:
                 tenant.last = request.cache_map.hashes
         if taken:
             self.num_started[request.spec.lane] += 1
-            self._floors.charge(request.spec.lane, cost, [name for name, queue in self._lanes.items() if len(queue)])
+            _pay_lane(self._owed, request.spec.lane, cost, [name for name, queue in self._lanes.items() if len(queue)])
 
     def move(self, request: Request, lane: Lane, *, waits: bool) -> None:
         """Move a request and its charge to another lane. `waits`: it waits in this queue; otherwise it runs."""
@@ -409,16 +404,16 @@ class OfflineQueue:
 
     def candidates(self) -> Iterator[Request]:
         """Yield requests in the order of admission. The queue must not change meanwhile."""
-        floors = self._floors.copy()
+        owed = self._owed.copy()
         walks = {name: _LaneWalk(self, queue) for name, queue in self._lanes.items() if len(queue)}
         while walks:
-            chosen = floors.choose((name, walk.cost) for name, walk in walks.items())
+            chosen = _next_lane(owed, ((name, walk.cost) for name, walk in walks.items()))
             walk = walks[chosen]
             cost = walk.cost
             yield walk.take()
             if not walk:
                 del walks[chosen]
-            floors.charge(chosen, cost, walks)
+            _pay_lane(owed, chosen, cost, walks)
 
     def _job_key(self, request: Request) -> str:
         return request.spec.job if self._policy == "psm" else ""
