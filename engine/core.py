@@ -9,21 +9,25 @@ confirmed. Sources: HyGen §4.1; reliability E1-E8.
 """
 
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes
-from engine.cache.cache import StateStore
 from engine.errors import TidemillError
 from engine.limits import SchedulerConfig
 from engine.request import RequestStatus
-from engine.scheduling.admission import Admission
+from engine.scheduling.admission import accept
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline import OfflinePlan, plan_offline
 from engine.scheduling.output import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.recovery import Blame, FaultRecovery
-from engine.scheduling.results import Results, StepFailures
-from engine.scheduling.state import FCFS, Drafter, OnlinePolicy, ReachedPoint, SchedulerState
+from engine.scheduling.recovery import FaultRecovery
+from engine.scheduling.results import Results
+from engine.scheduling.state import FCFS, OnlinePolicy, ReachedPoint, SchedulerState
 from engine.scheduling.step import OfflineRest, build_next
 from predictor.features import LatencyPredictor
+
+if TYPE_CHECKING:  # the caller supplies them
+    from engine.cache.snapshots import Snapshots
+    from engine.scheduling.speculation import Speculation
 
 
 class EngineCore:
@@ -43,17 +47,15 @@ class EngineCore:
         offline_policy: str = "psm",
         model: LatencyPredictor | None = None,
         objective: StepObjective | None = None,
-        speculation: Drafter | None = None,
-        snapshots: StateStore | None = None,
+        speculation: "Speculation | None" = None,
+        snapshots: "Snapshots | None" = None,
     ) -> None:
         self.config = config
         objective = objective or StepObjective()
         self.state = state = SchedulerState(config, online_policy, offline_policy, model, objective, snapshots)
         state.speculation = speculation
-        self.admission = Admission(state)
-        self.recovery = FaultRecovery(state, Blame())
-        self._results = Results(state, self.admission, self.recovery)
-        self._failures = StepFailures(state, self.recovery, self._results)
+        self.recovery = FaultRecovery(state)
+        self._results = Results(state, self.recovery)
         self._rest = OfflineRest()
 
     @property
@@ -73,8 +75,8 @@ class EngineCore:
         return min((time for time in times if time is not None), default=None)
 
     def add_request(self, spec: EngineRequest, now: float) -> None:
-        """Queue a request. Raise the errors of `Admission.accept` if it must not be queued."""
-        request = self.admission.accept(spec, now)
+        """Queue a request. Raise the errors of `admission.accept` if it must not be queued."""
+        request = accept(self.state, spec, now)
         self.state.requests[spec.request_id] = request
         self.state.add(request)
         if spec.request_class is RequestClass.ONLINE and not spec.probe:
@@ -141,17 +143,17 @@ class EngineCore:
         if self.is_undone(output):
             outputs = []  # the step was built on a failed one: ignore its result; its requests run again
         elif result is None or self._results.distrusts(flight, result):
-            outputs = list(self._failures.failed(flight, now))
+            outputs = list(self._results.failed(flight, now))
         else:
             outputs = list(self._results.take_in(flight, result, now))
             if self.recovery.active:
-                outputs = list(self._failures.passed(flight, outputs, now))
+                outputs = list(self._results.passed(flight, outputs, now))
         self.state.cache.complete_step(output.step_id)
         return outputs
 
     def is_undone(self, output: SchedulerOutput) -> bool:
         """Return whether a step in flight was built on a failed step, so that its result or error must be ignored."""
-        return output.step_id <= self._failures.undone_through
+        return output.step_id <= self._results.undone_through
 
     def set_offline_share(self, share: float) -> None:
         """Scale the offline budget beside online work, 0 to 1. The circuit breaker sets it."""

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 
-from engine.api import EngineRequest, RequestClass, RequestOutput, TokenLogprobs
+from engine.api import EngineRequest, RequestClass, RequestOutput
 from engine.turns import Turns
 
 STREAM_LIMIT = 1024
@@ -29,7 +30,7 @@ class RequestStream:
     ) -> None:
         self._abort = abort
         self._turns = turns
-        self._merged = _Merged() if final_only else None
+        self._final_only, self._held = final_only, list[RequestOutput]()
         self._together, self._not_before = together, 0.0
         self._outputs: deque[RequestOutput] = deque()
         self._readable = asyncio.Event()
@@ -74,16 +75,11 @@ class RequestStream:
         outputs, self._outputs = self._outputs, deque()
         if len(outputs) > 1 and outputs[-1].error is not None:  # the tokens before the error are still an answer
             self._outputs.append(outputs.pop())
-        if len(outputs) == 1:
-            return outputs[0]
-        merged = _Merged()
-        for output in outputs:
-            merged.add(output)
-        return merged.whole(outputs[-1])
+        return _merged(outputs) if len(outputs) > 1 else outputs[0]
 
     def send_directly(self, send: Callable[[RequestOutput], bool]) -> None:
         """See OutputStream. Merged outputs always go to the reader."""
-        if self._merged is None and not self._together:
+        if not (self._final_only or self._together):
             self._direct = send
 
     def rebind(self, abort: Callable[[], None]) -> None:
@@ -96,11 +92,11 @@ class RequestStream:
 
     def push(self, output: RequestOutput) -> bool:
         """Queue an output for the reader. Return False if the reader is STREAM_LIMIT outputs behind."""
-        if self._merged is not None:
-            self._merged.add(output)
+        if self._final_only:
+            self._held.append(output)
             if output.finish_reason is None:
                 return True
-            output = self._merged.whole(output)
+            output = _merged(self._held)
         elif self._direct is not None and self._may_pass(output) and self._direct(output):
             return True
         self._outputs.append(output)
@@ -112,18 +108,8 @@ class RequestStream:
         return self._is_awaited and not self._outputs and output.finish_reason is None
 
 
-class _Merged:
-    """Accumulated tokens and logprobs of several outputs."""
-
-    def __init__(self) -> None:
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-
-    def add(self, output: RequestOutput) -> None:
-        self._token_ids.extend(output.token_ids)
-        self._logprobs.extend(output.logprobs or ())
-
-    def whole(self, last: RequestOutput) -> RequestOutput:
-        """Return the last output with all accumulated tokens and logprobs."""
-        logprobs = tuple(self._logprobs) or last.logprobs
-        return last._replace(token_ids=tuple(self._token_ids), logprobs=logprobs)
+def _merged(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Return the last output with the tokens and logprobs of all."""
+    token_ids = tuple(chain.from_iterable(output.token_ids for output in outputs))
+    logprobs = tuple(chain.from_iterable(output.logprobs or () for output in outputs))
+    return outputs[-1]._replace(token_ids=token_ids, logprobs=logprobs or outputs[-1].logprobs)

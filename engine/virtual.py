@@ -10,14 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
 
 from engine.api import EngineRequest, RequestClass, RequestOutput
 from engine.core import EngineCore
 from engine.errors import RetryableError
 from engine.scheduling.offline import OfflinePlan, whole
 from engine.scheduling.output import Collect, ModelRunner, ModelRunnerOutput, SchedulerOutput
-from predictor.budget import Promise
 from predictor.features import BatchFeatures, LatencyPredictor
 from predictor.online import StepNoise
 
@@ -110,29 +108,11 @@ class VirtualRun:
     end: float = 0.0
 
 
-class Keeper(Protocol):
-    """The SLO keeper beside the core, as in the live engine; see `engine.colocation.keeper`."""
-
-    def on_arrival(self, request_class: RequestClass, now: float) -> None:
-        """Record a queued request."""
-
-    def on_promise(self, request: EngineRequest, now: float) -> None:
-        """Record a queued request that has a promise of its own."""
-
-    def on_refused(
-        self, request_class: RequestClass, prompt_tokens: int, now: float, promise: Promise | None = None
-    ) -> None:
-        """Record a refused request."""
-
-    def on_step(self, output: SchedulerOutput, measured: float, outputs: list[RequestOutput], now: float) -> None:
-        """Record a completed step."""
-
-
 class VirtualDriver:
     """Replays ascending arrivals; keeps `backlog` offline requests from `offline` queued.
 
     Offline requests among the arrivals (offline work at a rate) leave no record. Offline tokens count inside `window`
-    (seconds; default: the whole run). `keeper` gets the same calls as in the live engine.
+    (seconds; default: the whole run). `now`: seconds on the virtual clock.
     """
 
     def __init__(
@@ -144,7 +124,6 @@ class VirtualDriver:
         *,
         backlog: int = 64,
         window: tuple[float, float] = (0.0, math.inf),
-        keeper: Keeper | None = None,
     ) -> None:
         self._core = core
         self._runner = runner
@@ -152,17 +131,11 @@ class VirtualDriver:
         self._offline = offline
         self._backlog = backlog
         self._window = window
-        self._keeper = keeper
         self._num_offline = 0
         self._records: dict[str, VirtualRecord] = {}
         self._prompts: dict[str, int] = {}
-        self._now = 0.0
+        self.now = 0.0
         self.run_data = VirtualRun()
-
-    @property
-    def now(self) -> float:
-        """Return the seconds on the virtual clock."""
-        return self._now
 
     def run(self, seconds: float, drain: float = 0.0) -> VirtualRun:
         """Run until the virtual clock passes `seconds` or no work is left.
@@ -173,38 +146,35 @@ class VirtualDriver:
         run = self.run_data
         plan: OfflinePlan | None = None
         self._arrive()
-        while self._now < seconds or (self._records and self._now < seconds + drain):
+        while self.now < seconds or (self._records and self.now < seconds + drain):
             self._refill()
-            output = self._core.schedule(self._now, plan)
+            output = self._core.schedule(self.now, plan)
             if output is None and self._core.has_offline:
-                output = self._core.schedule(self._now, whole(self._core.plan_offline(self._now)))
+                output = self._core.schedule(self.now, whole(self._core.plan_offline(self.now)))
             if output is None:
                 arrival = self._arrivals[0].at if self._arrivals else math.inf
                 later = min(arrival, self._core.retry_at or math.inf)
                 if math.isinf(later):
                     break
-                self._now = max(self._now, later)
+                self.now = max(self.now, later)
                 self._arrive()
                 plan = None
                 continue
-            plan = whole(self._core.plan_offline(self._now)) if self._core.has_offline else None
+            plan = whole(self._core.plan_offline(self.now)) if self._core.has_offline else None
             self._execute(output)
             run.steps += 1
-        run.end = self._now
+        run.end = self.now
         return run
 
     def _execute(self, output: SchedulerOutput) -> None:
         result = self._runner.launch(output)()
-        self._now += result.latency
+        self.now += result.latency
         self._arrive()
-        outputs = list(self._core.update(output, result, self._now))
-        if self._keeper is not None:
-            self._keeper.on_step(output, result.latency, outputs, self._now)
-        for request_output in outputs:
+        for request_output in self._core.update(output, result, self.now):
             self._take(request_output)
 
     def _arrive(self) -> None:
-        while self._arrivals and self._arrivals[0].at <= self._now:
+        while self._arrivals and self._arrivals[0].at <= self.now:
             arrival = self._arrivals.popleft()
             if arrival.request.request_class is RequestClass.OFFLINE:
                 self._add_offline(arrival.request, arrival.at)
@@ -215,15 +185,8 @@ class VirtualDriver:
                 self._core.add_request(arrival.request, arrival.at)
             except RetryableError as error:
                 record.rejected, record.retry_after = True, error.retry_after
-                if self._keeper is not None:
-                    spec = arrival.request
-                    self._keeper.on_refused(spec.request_class, len(spec.prompt_token_ids), self._now, spec.promise)
             else:
                 self._records[arrival.request.request_id] = record
-                if self._keeper is not None:
-                    self._keeper.on_arrival(RequestClass.ONLINE, self._now)
-                    if arrival.request.promise is not None:
-                        self._keeper.on_promise(arrival.request, self._now)
 
     def _refill(self) -> None:
         while self._offline is not None and self._num_offline < self._backlog:
@@ -232,7 +195,7 @@ class VirtualDriver:
                 self._offline = None
                 return
             assert request.request_class is RequestClass.OFFLINE
-            self._add_offline(request, self._now)
+            self._add_offline(request, self.now)
 
     def _add_offline(self, request: EngineRequest, at: float) -> None:
         self._core.add_request(request, at)
@@ -242,12 +205,12 @@ class VirtualDriver:
     def _take(self, output: RequestOutput) -> None:
         record = self._records.get(output.request_id)
         if record is not None:
-            record.token_times.extend([self._now] * len(output.token_ids))
+            record.token_times.extend([self.now] * len(output.token_ids))
             if output.finish_reason is not None:
-                record.ended = self._now
+                record.ended = self.now
                 del self._records[output.request_id]
             return
-        if self._window[0] <= self._now <= self._window[1]:
+        if self._window[0] <= self.now <= self._window[1]:
             self.run_data.offline_tokens += len(output.token_ids)
             self.run_data.offline_output_tokens += len(output.token_ids)
             self.run_data.offline_ended += output.finish_reason is not None

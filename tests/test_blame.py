@@ -82,10 +82,9 @@ def test_a_failure_of_the_engine_does_not_count_against_one_alone() -> None:
 def test_a_trial_that_took_the_place_of_others_comes_before_they_start_again() -> None:
     core = EngineCore(SchedulerConfig(num_units=2 * 64, max_model_len=64, block_size=BLOCK))
     core.add_request(make_request("suspect", [1] * 8), 0.0)
-    suspect, blame = core.state.requests["suspect"], Blame()
-    blame.failed({"suspect": 5})
-    assert blame.judge(0.0) is None
-    recovery = FaultRecovery(core.state, blame)
+    suspect, recovery = core.state.requests["suspect"], FaultRecovery(core.state)
+    recovery._blame.failed({"suspect": 5})
+    assert recovery._blame.judge(0.0) is None
     now = LONE_WAITS[0]
     ordinary, trial, forced = recovery.turns(now)
     assert (ordinary.requests, trial.requests, trial.force, forced.force) == (None, [suspect], False, True)

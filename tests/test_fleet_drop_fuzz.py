@@ -119,7 +119,7 @@ class PipedEngine(FakeFleetEngine):
         self.parted_by_itself = False
         self.answers: list[asyncio.Future[None]] = []
         self.calls = Calls(self._send)
-        self.regroup = Regrouping(self.calls, self.open, self.suspects, self.abort)
+        self.regroup = Regrouping(self.calls, self.open, self.abort)
 
     async def start(self) -> None:
         self.come_back()
@@ -199,7 +199,7 @@ class PipedEngine(FakeFleetEngine):
             pasts = await work
         except TidemillError as error:
             if process is self.process:
-                self.calls.refuse(call, error)
+                self.calls.settle(call, error)
         else:
             if process is self.process:
                 self.calls.settle(call, pasts)

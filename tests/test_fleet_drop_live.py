@@ -30,7 +30,7 @@ CONFIG = EngineConfig(
 @asynccontextmanager
 async def two_engines(folder: Path) -> AsyncIterator[FleetClient]:
     config = CONFIG
-    fleet = make_fleet(config, 2, folder / "engine.pid", log_level="info").client
+    fleet = make_fleet(config, 2, folder / "engine.pid", log_level="info")
     await asyncio.to_thread(fleet.load, lambda _planned: None)
     await fleet.start()
     try:
@@ -59,7 +59,7 @@ async def pipelines(fleet: FleetClient) -> PipelineStats:
 @pytest.fixture(params=["cpu", "gpu"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What engines run on: as processes of this machine do, or by the GPU's runner over a stand-in for its driver."""
-    monkeypatch.setattr("engine.process.client.RestartPolicy", lambda: RestartPolicy(9999, max_delay=0.1))
+    monkeypatch.setattr("engine.process.life.RestartPolicy", lambda: RestartPolicy(9999, max_delay=0.1))
     if request.param == "gpu":
         child = str(Path(__file__).with_name("cuda_child.py"))
         monkeypatch.setattr("engine.process.launcher.python_module", lambda *_: [sys.executable, child])
@@ -86,11 +86,11 @@ async def test_a_burst_makes_one_pipeline_of_two_engines_and_its_end_two_again(t
 @pytest.mark.parametrize(
     ("way", "step", "dies"),
     [
-        ("merge", "Exchange", 1),
+        ("merge", "Stall", 1),
         ("merge", "Reform", 0),
         ("merge", "Go", 1),
         ("split", "Reform", 1),
-        ("split", "WritePasts", 0),
+        ("split", "Go", 0),
     ],
 )
 @pytest.mark.usefixtures("device")

@@ -13,8 +13,7 @@ from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestO
 from engine.client import EngineInfo, EngineState, EngineStats, LoadReport
 from engine.errors import EngineUnavailableError, QueueFullError, TidemillError
 from engine.fleet.client import FleetClient
-from engine.process.requests import OpenRequest, OpenRequests, hand_over, take_over
-from engine.process.suspects import Suspects
+from engine.process.requests import OpenRequest, Requests
 from engine.stream import RequestStream
 
 ROOM = 4
@@ -28,9 +27,9 @@ class FakeFleetEngine:
     def __init__(self, changed: Callable[[], None]) -> None:
         self.info = EngineInfo(512, 405, frozenset(), "fake", "none", "none", 0, cache_tokens=64, block_size=4)
         self.changed = changed
-        self.open = OpenRequests()
+        self.open = Requests(lambda: self.clock())
         self.is_up = self.dead = self.hangs = False
-        self.suspects = Suspects()
+        self.suspects = self.open.suspects
         self.report: LoadReport | None = None
         self.unreported: tuple[EngineRequest, ...] = ()
         self.lost = self.renewals = 0
@@ -94,7 +93,7 @@ class FakeFleetEngine:
         self.is_up = False
 
     def take_movable(self) -> list[OpenRequest]:
-        return [] if self.is_up else hand_over(self.open, self.suspects, given_up=self.dead)
+        return [] if self.is_up else self.open.hand_over(given_up=self.dead)
 
     async def renew(self, *, anyway: bool = False) -> str:
         assert anyway
@@ -107,9 +106,7 @@ class FakeFleetEngine:
 
     def adopt(self, entries: Sequence[OpenRequest]) -> None:
         assert self.is_up
-        for entry in entries:
-            entry.stream.rebind(lambda name=entry.request.request_id: self.abort(name))  # type: ignore[misc]
-        take_over(entries, self.open, self.suspects)
+        self.open.take_over(entries, self.abort)
 
     # What happens to it
 
@@ -150,7 +147,7 @@ class FakeFleetEngine:
         self.is_up, self.dead = False, True
         self.changed()
         self.lost += len(self.open)
-        self.open.end_all(0.0, "gone")
+        self.open.end_all("gone")
         self.changed()
 
 

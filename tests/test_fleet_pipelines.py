@@ -21,11 +21,11 @@ from engine.client import EngineState
 from engine.fleet.client import FleetClient
 from engine.fleet.overload import Overload, Pair
 from engine.fleet.routing import Member
-from engine.process.frames import Deliver, Exchange, Go, Order, Past, WritePasts
+from engine.process.frames import Deliver, Go, Order, Past, Reform
 
 SMALL = replace(CONFIG, num_gpu_blocks_override=100)
-MERGE = ("Hold", "Meet", "Stall", "Exchange", "Reform", "Attach", "Go", "Deliver")
-SPLIT = ("Retire", "Hold", "Dissolve", "Detach", "Exchange", "Reform", "Attach", "WritePasts", "Go")
+MERGE = ("Hold", "Meet", "Stall", "Reform", "Attach", "Go", "Deliver")
+SPLIT = ("Retire", "Hold", "Dissolve", "Detach", "Reform", "Attach", "Go")
 """The orders of both ways, each the first of its step."""
 
 
@@ -58,7 +58,7 @@ async def begun(fleet: FleetClient) -> "asyncio.Task[Any]":
     """Both engines compute the answers to `long`, which are returned."""
     asked = asyncio.create_task(answers(fleet, long()))
     await until(
-        lambda: asked.done() or all(any(e.token_ids for e in m.engine._requests.open) for m in fleet._members)  # type: ignore[attr-defined]
+        lambda: asked.done() or all(any(e.token_ids for e in m.engine._requests) for m in fleet._members)  # type: ignore[attr-defined]
     )
     assert not asked.done()
     return asked
@@ -115,12 +115,12 @@ def check_what_moved(leader: list[Any], follower: list[Any]) -> None:
 
     All pasts move while the pipeline serves.
     """
-    mine, theirs = (next(each for each in told if isinstance(each, Exchange)) for told in (leader, follower))
+    mine, theirs = (next(each for each in told if isinstance(each, Reform)) for told in (leader, follower))
     kept = [unit for part in mine.keeps for unit in part.units]
     assert kept and len(set(kept)) == len(kept) and not mine.gives and not mine.gets
     assert theirs.keeps and not theirs.gives and not theirs.gets
     kinds = [type(order) for order in leader]
-    assert kinds.index(Deliver) > kinds.index(Go) and WritePasts not in kinds
+    assert kinds.index(Deliver) > kinds.index(Go)
     (delivered,) = (each for each in leader if isinstance(each, Deliver))
     assert {past.request_id for past in delivered.own} == {part.request_id for part in mine.keeps}
     assert {past.request_id for past in delivered.attached} == {part.request_id for part in theirs.keeps}

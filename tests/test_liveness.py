@@ -13,7 +13,7 @@ from engine.request import RequestStatus
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline import OfflinePlan, PlannedChunk, whole
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.step import LastResortBuilder
+from engine.scheduling.step import last_resort
 from predictor.budget import BudgetParams
 from predictor.model import LatencyModel
 
@@ -152,7 +152,7 @@ def test_a_prompt_that_nobody_lets_start_starts_all_the_same(host_units: int) ->
         driver.add(make_request(name, [token] * 24, 40, request_class=OFFLINE))
         driver.step()
     scheduler = driver.core.state
-    scheduler.online_policy = replace(scheduler.online_policy, admits=lambda request, context: False)
+    scheduler.online_policy = replace(scheduler.online_policy, admits=lambda state, request: False)
     driver.add(make_request("on", [1] * 78, 2))
     step = driver.core.schedule(driver.now, None)
     assert step is not None and [new.request_id for new in step.new_requests] == ["on"]
@@ -171,7 +171,7 @@ def test_whoever_is_in_the_way_of_the_last_resort_loses_its_place(host_units: in
     while old.num_computed_tokens < 40:
         assert driver.step()
     assert not scheduler.pool.num_available_units
-    step = LastResortBuilder(StepPlan(scheduler, driver.now)).build(with_offline=False)
+    step = last_resort(StepPlan(scheduler, driver.now), with_offline=False)
     assert step is not None and step.requests == [old] and step.output.chunks[0].length == 1
     assert scheduler.running[RequestClass.ONLINE] == [old]
     assert driver.stats().preemptions["stall"] == 1

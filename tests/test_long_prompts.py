@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.kept import KeptDriver
 
 from engine.api import EngineRequest, RequestClass, SamplingParams
 from engine.build.join import make_controller
 from engine.config import EngineConfig, scheduler_settings
 from engine.scheduling.output import Collect, SchedulerOutput
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRecord
+from engine.virtual import Arrival, PredictedRunner, VirtualRecord
 from predictor.model import LatencyModel
 from predictor.profile import Profile, ProfileKey
 from predictor.slo import SLO
@@ -75,7 +76,7 @@ def served(load: str, speed: float, seed: int, folder: Path, *, batch: bool) -> 
     core, keeper, _ = make_controller(config, limits, profile, slo, folder, lambda _line: None, on_cpu=True)
     lines = (request(f"line-{index}", 256, 64, RequestClass.OFFLINE) for index in itertools.count())
     runner = UnsteadyRunner(model, seed)
-    driver = VirtualDriver(core, runner, chats(load, seed), lines if batch else None, backlog=24, keeper=keeper)
+    driver = KeptDriver(core, runner, chats(load, seed), lines if batch else None, backlog=24, keeper=keeper)
     run = driver.run(SECONDS, drain=60.0)
     return [record for record in run.online if record.arrival.at > WARM_UP], run.offline_tokens
 

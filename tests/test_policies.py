@@ -1,5 +1,8 @@
 """Online policies: their orders, LARRY's sign and units, scanning past misfits, reservations, determinism."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from driver import Driver, make_request
 from integrity import check_core
@@ -15,7 +18,6 @@ from engine.request import Request
 from engine.scheduling.objective import UNLIMITED
 from engine.scheduling.policies import (
     ONLINE_POLICIES,
-    QueueContext,
     larry,
     larry_score,
 )
@@ -33,9 +35,14 @@ def waiting(number: int, prompt: int, arrival: float, output: int = 10) -> Reque
     return Request(EngineRequest(f"r{number}", (1,) * prompt, sampling), RequestTimes(arrival), number)
 
 
-def context(now: float = 0.0, **options: object) -> QueueContext:
-    values = {"num_waiting": 4, "running": [], "num_units": 1000, "block_size": BLOCK, **options}
-    return QueueContext(now=now, **values)  # type: ignore[arg-type]
+def state_of(queue: list[Request]) -> Any:
+    return SimpleNamespace(waiting_online=queue, config=SimpleNamespace(block_size=BLOCK))
+
+
+def sorted_by(policy: str, queue: list[Request]) -> list[Request]:
+    order = find_policy(policy).order
+    assert order is not None
+    return order(state_of(queue), 1.0)
 
 
 def names(requests: object) -> list[str]:
@@ -44,20 +51,20 @@ def names(requests: object) -> list[str]:
 
 def test_larry_takes_small_requests_first_and_the_queue_length_weighs_memory() -> None:
     queue = [waiting(0, 800, 0.0), waiting(1, 80, 0.5)]
-    here = context(now=10.0, num_waiting=20)
-    small, large = larry_score(queue[1], here, 1.0), larry_score(queue[0], here, 1.0)
+    long = state_of(queue * 10)
+    small, large = larry_score(long, queue[1], 10.0, 1.0), larry_score(long, queue[0], 10.0, 1.0)
     assert small > large  # with the plus sign that the paper prints the larger one would win
     # blocks: 80 // 16 + 1 = 6 and 800 // 16 + 1 = 51
     assert (small, large) == (9.5 - 20 * 6, 10.0 - 20 * 51)
-    assert names(larry(queue, here)) == ["r1", "r0"]
-    assert names(larry(queue, here, alpha=2000.0)) == ["r0", "r1"]
+    assert names(larry(state_of(queue), 10.0)) == ["r1", "r0"]
+    assert names(larry(state_of(queue), 10.0, alpha=2000.0)) == ["r0", "r1"]
 
 
 def test_larry_becomes_fcfs_for_a_large_alpha() -> None:
     queue = [waiting(i, 900 - 100 * i, 0.1 * i) for i in range(5)]
-    order = find_policy("larry:1e6").order(queue, context(now=1.0, num_waiting=500))
+    order = sorted_by("larry:1e6", queue)
     assert names(order) == [f"r{i}" for i in range(5)]
-    order = find_policy("larry:0").order(queue, context(now=1.0, num_waiting=500))
+    order = sorted_by("larry:0", queue)
     assert names(order) == [f"r{i}" for i in reversed(range(5))]
 
 
@@ -92,9 +99,9 @@ def test_the_served_policy_starts_requests_by_the_papers_score(alpha: float) -> 
 
 def test_srpt_orders_by_the_true_remaining_output() -> None:
     queue = [waiting(0, 10, 0.0, output=50), waiting(1, 10, 0.0, output=5), waiting(2, 10, 0.0, output=20)]
-    assert names(shortest_remaining(queue, context())) == ["r1", "r2", "r0"]
+    assert names(shortest_remaining(state_of(queue), 0.0)) == ["r1", "r2", "r0"]
     queue[0].token_ids += [0] * 48  # it was preempted with two tokens to go
-    assert names(shortest_remaining(queue, context())) == ["r0", "r1", "r2"]
+    assert names(shortest_remaining(state_of(queue), 0.0)) == ["r0", "r1", "r2"]
 
 
 @pytest.mark.parametrize("name", ["shortest", "larry:", "larry:-1", "larry:nan", "larry:inf", "fcfs:1", ""])

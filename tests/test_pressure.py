@@ -1,6 +1,9 @@
 """Requests to preempt when memory is short: the choice by columns against one request at a time, and its short cuts."""
 
 import math
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fuzz import examples
 
-from engine.api import EngineRequest, RequestTimes, SamplingParams
+from engine.api import EngineRequest, RequestClass, RequestTimes, SamplingParams
 from engine.cache.blocks import CacheBlock, CacheEntry, CacheKind, Tier
 from engine.request import Request, RequestStatus
+from engine.scheduling.objective import StepObjective
 from engine.scheduling.selection import (
     GRAIN,
     Columns,
@@ -63,9 +67,16 @@ older = st.builds(
 queues = st.lists(fresh | older, max_size=12)
 
 
-def pressure(capacity: int = 40, **options: object) -> Pressure:
-    given_options = {"ttft": 1.0, "tbt": 0.5, "model": MODEL, "max_chunk": 16, **options}
-    return Pressure(NOW, [], capacity, SIZE, **given_options)  # type: ignore[arg-type]
+def pressure(capacity: int = 40, compact_blocks: int = 0, **options: Any) -> Pressure:
+    given_options = {"ttft": 1.0, "tbt": 0.5, "model": MODEL, **options}
+    state: Any = SimpleNamespace(
+        config=SimpleNamespace(block_size=SIZE, most_blocks=sys.maxsize, max_num_batched_tokens=16),
+        objective=StepObjective(given_options["ttft"], given_options["tbt"]),
+        model=given_options["model"],
+        promised={},
+        running={RequestClass.ONLINE: []},
+    )
+    return Pressure(state, NOW, capacity, compact_blocks)
 
 
 @settings(max_examples=examples(150), deadline=None)

@@ -164,8 +164,8 @@ async def test_what_goes_wrong_in_the_engine_needs_no_other_process(
 async def test_only_the_first_start_tests_the_model(tmp_path: Path) -> None:
     """Streams wait for the others."""
     async with engine_process(tmp_path / "children") as engine:
-        assert CONFIG.self_test and not engine._life.launcher.launch.config.self_test
-        assert replace(engine._life.launcher.launch.config, self_test=True) == CONFIG
+        assert CONFIG.self_test and not engine.launcher.launch.config.self_test
+        assert replace(engine.launcher.launch.config, self_test=True) == CONFIG
 
 
 async def test_a_process_killed_from_outside(tmp_path: Path, undisturbed: dict[str, tuple[Any, ...]]) -> None:
@@ -181,7 +181,7 @@ async def test_a_process_killed_from_outside(tmp_path: Path, undisturbed: dict[s
         assert {t.arrival for t in times} == {times[0].arrival} and {t.first_token for t in times} == {
             times[0].first_token
         }
-        assert int((tmp_path / "engine.pid").read_text()) == engine._life.child.process.pid  # type: ignore[union-attr]
+        assert int((tmp_path / "engine.pid").read_text()) == engine.child.process.pid  # type: ignore[union-attr]
 
 
 async def test_a_request_that_came_during_a_restart_is_served_and_its_wait_counts(
@@ -192,7 +192,7 @@ async def test_a_request_that_came_during_a_restart_is_served_and_its_wait_count
         await until(lambda: engine.state is EngineState.DEGRADED)
         before = time.monotonic()
         waiting = asyncio.create_task(collect(engine, request("seeded", seed=3)))
-        await until(lambda: len(engine._requests.open) == 1)
+        await until(lambda: len(engine._requests) == 1)
         after = time.monotonic()
         outputs = await waiting
         assert summed(outputs) == undisturbed["seeded"]
@@ -231,27 +231,27 @@ async def test_a_new_request_waits_for_the_next_process_as_long_as_it_may(
     now = 0.0
     config = replace(CONFIG, slo=slo, max_queue_time=queue)
     async with engine_process(tmp_path / "children", "ready:1:2-9", clock=lambda: now, config=config) as engine:
-        assert engine._life.child is not None
-        engine._life.child.kill()
+        assert engine.child is not None
+        engine.child.kill()
         await until(lambda: engine.state is EngineState.DEGRADED)
         assert engine.trouble is not None
         waiting = asyncio.create_task(collect(engine, request("waiting")))
         line = asyncio.create_task(collect(engine, mixture()[-1]))
-        await until(lambda: len(engine._requests.open) == 2)
+        await until(lambda: len(engine._requests) == 2)
         now = seconds - 0.1
-        engine._life.turned.set()
+        engine.turned.set()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not waiting.done() and engine.state is EngineState.DEGRADED
         now = seconds + 0.1
-        engine._life.turned.set()
+        engine.turned.set()
         with pytest.raises(EngineUnavailableError) as refused:
             await waiting
         assert refused.value.retry_after >= 1.0
         assert not line.done(), "the line of a batch waits"
         line.cancel()
         await asyncio.wait([line])
-        assert not len(engine._requests.open)
+        assert not len(engine._requests)
 
 
 async def test_a_process_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
@@ -279,9 +279,7 @@ async def test_requests_that_kill_every_process_end_and_nobody_else_does(
             outputs = await end
             assert is_error(outputs[-1], EngineStepError) and outputs[-1].num_output_tokens <= 3
         assert sum((await engine.stats()).restarts.values()) in range(7, 19)  # more where trials took longer
-        assert len(engine._life.judge.policy._deaths) <= 2, (
-            "but for one of each that was proven while nothing else got on"
-        )
+        assert len(engine.judge.policy._deaths) <= 2, "but for one of each that was proven while nothing else got on"
         assert summed(await collect(engine, request("seeded", seed=3)))[0] == undisturbed["seeded"][0]
         await until_idle(engine)
 
@@ -303,7 +301,7 @@ async def test_a_grammar_that_kills_every_process_ends_its_request_and_nobody_el
         for end in ends:
             outputs = await end
             assert is_error(outputs[-1], EngineStepError) and outputs[-1].num_output_tokens == 0
-        assert len(engine._life.judge.policy._deaths) <= 1, "they are forgiven"
+        assert len(engine.judge.policy._deaths) <= 1, "they are forgiven"
         good = await collect(engine, request("seeded", seed=3, grammar=Grammar("regex", "good")))
         assert summed(good)[0] == undisturbed["seeded"][0]
         await until_idle(engine)
@@ -376,13 +374,13 @@ async def test_other_weights_are_taken_up_while_streams_wait(
         found = {each.request_id: summed(await end) for each, end in zip(mixture(), ends, strict=True)}
         assert found == undisturbed
         assert "have not changed" in await engine.renew()
-        assert (await engine.stats()).restarts == {"renewed": 1} and not engine._life.judge.policy._deaths
+        assert (await engine.stats()).restarts == {"renewed": 1} and not engine.judge.policy._deaths
         assert (tmp_path / "engine.pid").read_text() != first
 
 
 async def _spare(engine: EngineProcess) -> int:
     """The number of the next process, once it is there."""
-    while (held := engine._life.launcher._held) is None or not held.has_spoken:  # noqa: ASYNC110 - of another process
+    while (held := engine.launcher._held) is None or not held.has_spoken:  # noqa: ASYNC110 - of another process
         await asyncio.sleep(0.01)
     return held.process.pid
 
@@ -401,7 +399,7 @@ async def test_a_spare_process_takes_over(
                 os.kill(spare, signal.SIGKILL)
             streams = [await submit_one(engine, each) for each in mixture()]
             first = await anext(streams[0])
-            engine._life.child.kill()  # type: ignore[union-attr]
+            engine.child.kill()  # type: ignore[union-attr]
             found = await asyncio.gather(*[_read(stream) for stream in streams])
             found[0].insert(0, first)
             assert (int(number.read_text()) == spare) is not lost
@@ -409,7 +407,7 @@ async def test_a_spare_process_takes_over(
             assert [summed(outputs)[:4] for outputs in found] == expected
         spare = await _spare(engine)
         monkeypatch.setattr(Child, "has_spoken", False)
-        engine._life.child.kill()  # type: ignore[union-attr]
+        engine.child.kill()  # type: ignore[union-attr]
         assert len(await collect(engine, mixture()[0])) and int(number.read_text()) != spare, "it was not ready"
 
 
@@ -426,9 +424,9 @@ async def test_a_spare_process_is_of_what_runs(tmp_path: Path, monkeypatch: pyte
         assert "another engine process" in await engine.renew()
         assert int((tmp_path / "engine.pid").read_text()) not in (spare, await _spare(engine))
         monkeypatch.setattr(launcher, "available_memory", lambda: 0)
-        await engine._life.launcher.drop()
-        await engine._life.launcher.keep_spare()
-        assert engine._life.launcher._held is None, "there is no room for it"
+        await engine.launcher.drop()
+        await engine.launcher.keep_spare()
+        assert engine.launcher._held is None, "there is no room for it"
 
 
 @pytest.mark.parametrize("times", mostly_slow([1, 2, 7], [1]))
@@ -446,7 +444,7 @@ async def test_what_the_process_refuses_is_raised_here(tmp_path: Path) -> None:
     async with engine_process(tmp_path / "children") as engine:
         with pytest.raises(InvalidRequestError):
             await engine.submit([request("a"), request("too long", prompt=500)])
-        assert not len(engine._requests.open)
+        assert not len(engine._requests)
         stream = await submit_one(engine, request("a", max_tokens=400))
         with pytest.raises(InvalidRequestError):
             await submit_one(engine, request("a"))
@@ -516,7 +514,7 @@ async def test_requests_go_on_behind_a_planned_restart(
         first = int((tmp_path / "engine.pid").read_text())
         streams = await engine.submit(mixture())
         ends = [asyncio.create_task(_read(stream)) for stream in streams]
-        await until(lambda: any(entry.token_ids for entry in engine._requests.open))
+        await until(lambda: any(entry.token_ids for entry in engine._requests))
         if stuck:
             os.kill(first, signal.SIGSTOP)
         renewal = asyncio.create_task(engine.renew(anyway=True))

@@ -11,6 +11,7 @@ import pytest
 from batch_tools import digest, key_file
 from fake_engine import MODEL as NAME
 from fake_engine import FakeEngine, say, serve
+from support.kept import KeptDriver
 from test_laxity import LAPTOP, MODEL, Clock, make_core, replay
 
 from engine.api import EngineRequest, FinishReason, RequestClass, RequestOutput, RequestTimes, SamplingParams
@@ -23,7 +24,7 @@ from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline import whole
 from engine.scheduling.urgency import binds, overdue, prefill_pace
 from engine.text.tokenizer import Tokenizer
-from engine.virtual import Arrival, PredictedRunner, VirtualDriver, VirtualRun
+from engine.virtual import Arrival, PredictedRunner, VirtualRun
 from gateway.config import ServerConfig
 from gateway.generate.params import promise_of
 from gateway.generate.wire import ChatCompletionRequest
@@ -214,7 +215,7 @@ def colocated(*, promised: bool) -> tuple[VirtualRun, Colocation]:
     core = make_core("goodput", model, objective_of(SLOS, budget), num_units=2 * 8000)
     keeper = Colocation(core, model, SLOS, budget)
     runner = PredictedRunner(MODEL, ((0.95, 1.0, 1.05),))
-    driver = VirtualDriver(core, runner, traffic(promised=promised), offline(), keeper=keeper)
+    driver = KeptDriver(core, runner, traffic(promised=promised), offline(), keeper=keeper)
     return driver.run(60.0, drain=60.0), keeper
 
 

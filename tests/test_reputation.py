@@ -77,7 +77,7 @@ async def test_who_took_part_in_a_death_waits_until_it_is_judged_and_costs_no_de
         outputs = await collect(engine, request("bad", grammar=grammar))
         assert is_error(outputs[-1], EngineStepError)
         deaths = sum((await engine.stats()).restarts.values())
-        assert deaths >= SUSPECT_AFTER + LONE_DEATHS and len(engine._life.judge.policy._deaths) <= 1
+        assert deaths >= SUSPECT_AFTER + LONE_DEATHS and len(engine.judge.policy._deaths) <= 1
         await until(lambda: engine.is_up)
         for name in ("bad", "other"):
             with pytest.raises(EngineStepError, match=f"ended {deaths} times"):
@@ -92,7 +92,7 @@ async def test_answers_of_one_request_are_judged_together(tmp_path: Path) -> Non
         streams = await engine.submit([replace(poison(f"p{n}"), sampling=SamplingParams(9, seed=n)) for n in range(3)])
         reading = [asyncio.create_task(_last(stream)) for stream in streams]
         await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-        assert not len(engine._requests.open), "one killer is proven, and all have ended"
+        assert not len(engine._requests), "one killer is proven, and all have ended"
         for last in reading:
             assert is_error(await last, EngineStepError)
         await until_idle(engine)

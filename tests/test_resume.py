@@ -38,7 +38,7 @@ class Wire:
 def resumable(engine: EngineProcess, name: str, tokens: int) -> OpenRequest:
     asked = EngineRequest(name, (127_999,) * tokens, SamplingParams(max_tokens=1))
     entry = OpenRequest(asked, RequestStream.of(asked, lambda: None), 0.0, accepted=True)
-    engine._requests.open.add(entry)
+    engine._requests.add(entry)
     return entry
 
 
@@ -69,7 +69,7 @@ async def test_nothing_more_is_sent_to_a_process_that_is_gone(monkeypatch: pytes
     engine._link._connection = wire  # type: ignore[assignment]
     engine._link.resume([resumable(engine, f"r{n}", 101) for n in range(200)])
     sent = len(wire.names)
-    engine._life.down()
+    engine.down()
     await asyncio.sleep(0.01)
     assert 0 < sent == len(wire.names) < 200
 

@@ -321,7 +321,7 @@ def test_requests_go_on_through_a_drop_and_back(kind: str) -> None:
     for driver in group.drivers:
         for _ in range(6):
             driver.step()
-        assert len(list(driver.moves.open_requests())) == 3
+        assert len(driver.moves.open_requests()) == 3
     group.merge()
     with pipeline(*group.runners):
         leader.add(*requests[6:10])

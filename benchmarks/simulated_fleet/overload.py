@@ -16,6 +16,7 @@ from benchmarks.experiments.machine import Machine
 from benchmarks.simulated_fleet.fleet import FleetDriver, Server, launcher_of, queued_work
 from benchmarks.simulated_fleet.pipeline import Bubbles, Link, PipelineRunner, Transfer
 from benchmarks.simulated_fleet.plans import pipeline_units, plan_drop, split_layers
+from engine.cache.blocks import count_units
 from engine.core import EngineCore
 from engine.execution.stages import BatchPiece, MicroBatch, balanced, cut
 from engine.fleet.overload import Group, should_restore
@@ -213,8 +214,8 @@ class OverloadedFleet:
         for party in old:
             core = party.server.core
             self._preempted += sum(core.state.counters.preemptions.values())
-            held = list(moves(core).open_requests())
-            moved += [(found.arrival, moves(core).detach(found.request_id), party) for found in held]
+            held = moves(core).open_requests()
+            moved += [(found.times.arrival, moves(core).detach(found.request_id), party) for found in held]
             del self.parties[party.server.number]
             driver.remove(party.server)
         made = [self._make(group, now + DROP_SECONDS) for group in groups]
@@ -293,11 +294,12 @@ class OverloadedFleet:
     def _leave(self, party: Party, target: Party, units: int) -> None:
         """Some of its requests go, the largest first: no step of theirs is in flight."""
         core = party.server.core
-        running = sorted((r for r in moves(core).open_requests() if r.running), key=lambda r: -r.units)
-        for found in [r for r in running if r.units <= units][:MOVES]:
-            if found.units <= units:
-                units -= found.units
-                self._hand_over(moves(core).detach(found.request_id), party.placement, target)
+        running = [r for r in moves(core).open_requests() if r.row >= 0]
+        held = sorted(((count_units(r.cache_map.blocks), r.request_id) for r in running), key=lambda each: -each[0])
+        for size, request_id in [each for each in held if each[0] <= units][:MOVES]:
+            if size <= units:
+                units -= size
+                self._hand_over(moves(core).detach(request_id), party.placement, target)
 
     def _make(self, engines: tuple[int, ...], at: float) -> Party:
         """Return a server of `engines`: one, or a pipeline with a copy of the model between them."""

@@ -8,15 +8,14 @@ not taken from a prefix. If layers are recurrent, a cached prefix ends at its la
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.api import RequestClass
 from engine.cache.blocks import (
     COMPACT,
-    BlockPool,
     CacheAction,
     CacheBlock,
     CacheEntry,
@@ -34,6 +33,9 @@ from engine.cache.tiers import Tiers
 from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.request import Request
 from predictor.features import LatencyPredictor
+
+if TYPE_CHECKING:  # only an engine with recurrent layers has them
+    from engine.cache.snapshots import Snapshots
 
 
 class Claim(NamedTuple):
@@ -58,38 +60,11 @@ class Claim(NamedTuple):
     num_published: int = 0
 
 
-class StateStore(Protocol):
-    """The recurrent states behind cached blocks; see `engine.cache.snapshots.Snapshots`."""
-
-    pool: BlockPool
-    host: BlockPool
-
-    def reach(self, hashes: Sequence[bytes], num_blocks: int, /) -> int: ...
-
-    def copied_bytes(self, hashes: Sequence[bytes], num_blocks: int, /) -> int: ...
-
-    def start(self, request: Request, num_blocks: int, num_published: int, step_id: int, /) -> None: ...
-
-    def save(self, request: Request, start: int, step_id: int, /) -> list[tuple[int, int]]: ...
-
-    def confirm(self, request: Request, /) -> None: ...
-
-    def leave(self, request: Request, /) -> None: ...
-
-    def withdraw(self, hashes: Sequence[bytes], /) -> None: ...
-
-    def take_parked(self) -> tuple[tuple[int, int], ...]: ...
-
-    def rewind(self, failed: Collection[int], /) -> None: ...
-
-    def complete_step(self, step_id: int, /) -> None: ...
-
-
 class Cache:
     """All tiers of one engine and the parked blocks on them. `snapshots`: needed if `config` has slots for states."""
 
     def __init__(
-        self, config: SchedulerConfig, model: LatencyPredictor | None, snapshots: StateStore | None = None
+        self, config: SchedulerConfig, model: LatencyPredictor | None, snapshots: "Snapshots | None" = None
     ) -> None:
         assert (snapshots is None) == (config.state_slots == 0), "slots for states and their store belong together"
         self.tiers = Tiers(config, model)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 
@@ -258,8 +258,10 @@ class FleetClient:
             living = self._living()
             asked = [member for member in living if member.number not in refusals]
             if living and not asked:
-                with self._noting_refusal(requests[0].request_class):
-                    raise _mildest(refusals)
+                error = _mildest(refusals)
+                online = requests[0].request_class is RequestClass.ONLINE
+                self._num_refused += online and isinstance(error, QueueFullError)
+                raise error
             if asked and (member := self._route(requests, asked)) is not None:
                 return member
             await self._wait_for_change(math.inf if asked else until)
@@ -339,14 +341,6 @@ class FleetClient:
                 member.moved += 1
             if entries:
                 log.warning("engine %d is gone: %d requests go to the others", member.number, len(entries))
-
-    @contextlib.contextmanager
-    def _noting_refusal(self, request_class: RequestClass) -> Iterator[None]:
-        try:
-            yield
-        except QueueFullError:
-            self._num_refused += request_class is RequestClass.ONLINE
-            raise
 
 
 def _mildest(refusals: dict[int, TidemillError]) -> TidemillError:

@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.fleet.client import FleetClient
 from engine.flight import Flights
-from engine.machine.child import python_module
+from engine.machine.child import python_module, say
 from engine.machine.extras import install_command
 from engine.machine.facts import Resources, read_processor, share_out
 from engine.process import frames
@@ -213,18 +213,10 @@ def _import_ray() -> Any:
     return ray
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """The client of a fleet and notes for the user."""
-
-    client: FleetClient
-    notes: tuple[str, ...]
-
-
 def make_fleet(
     config: EngineConfig, engines: int, pid_file: Path, *, log_level: str, flights: Flights | None = None, ray: str = ""
-) -> Fleet:
-    """Make the engines without starting them. Raise ConfigError if there is no place for them.
+) -> FleetClient:
+    """Make the engines without starting them, and print their places. Raise ConfigError if there is no place for them.
 
     Args:
         pid_file: Process ids go into files beside it, one per engine.
@@ -251,5 +243,6 @@ def make_fleet(
         common = ProcessOptions(log_level=log_level, flights=flights, changed=changed, waits=False)
         return EngineProcess(own, replace(common, **options[number]))
 
-    client = FleetClient(make, engines, drop=config.overload == "drop", patience=patience(config))
-    return Fleet(client, tuple(notes))
+    for note in notes:
+        say(note)
+    return FleetClient(make, engines, drop=config.overload == "drop", patience=patience(config))

@@ -77,7 +77,13 @@ class Pair:
 
     async def tell_both(self, to_leader: Order, to_follower: Order) -> tuple[tuple[Past, ...], tuple[Past, ...]]:
         """Send an order to each engine at the same time. Wait for both answers, then raise an error if any."""
-        return await _both(self.tell(self.leader, to_leader), self.tell(self.follower, to_follower))
+        orders = self.tell(self.leader, to_leader), self.tell(self.follower, to_follower)
+        one, other = await asyncio.gather(*orders, return_exceptions=True)
+        for answer in (one, other):
+            if isinstance(answer, BaseException):
+                raise answer
+        assert isinstance(one, tuple) and isinstance(other, tuple)
+        return one, other
 
 
 class Pipelines:
@@ -151,12 +157,10 @@ class Pipelines:
         await self._meet(pair)
         led, followed = await pair.tell_both(frames.Stall(pair.num_units), frames.Detach())
         led = _each_unit_once(led)  # the leader's pasts keep their unit numbers, which are valid on both engines
+        moved = (*_parts(followed, mine), *_parts(followed, theirs))
         await pair.tell_both(  # each engine keeps copies, and the pipeline delivers them while it serves
-            frames.Exchange(_parts(led, theirs), (), (), first=True),
-            frames.Exchange((*_parts(followed, mine), *_parts(followed, theirs)), (), (), first=False),
-        )
-        await pair.tell_both(
-            frames.Reform(mine, pair.num_units, schedules=True), frames.Reform(theirs, pair.num_units, schedules=False)
+            frames.Reform(_parts(led, theirs), (), (), True, mine, pair.num_units),
+            frames.Reform(moved, (), (), False, theirs, pair.num_units, schedules=False),
         )
         leader.join(follower.leave())
         placed = await pair.tell(pair.leader, _attach(leader.accepted(), _tokens(followed)))
@@ -183,16 +187,14 @@ class Pipelines:
         leaving = _half(leader.accepted(), tokens)
         gone = [past for past in pasts if past.request_id in leaving]
         kept = [past for past in pasts if past.request_id not in leaving]
+        first, second = (_sizes(member).num_units for member in pair.members)
         await pair.tell_both(
-            frames.Exchange(_parts(kept, mine), _parts(gone, mine), _parts(kept, theirs), first=True),
-            frames.Exchange(_parts(gone, theirs), _parts(kept, theirs), _parts(gone, mine), first=False),
+            frames.Reform(_parts(kept, mine), _parts(gone, mine), _parts(kept, theirs), True, None, first),
+            frames.Reform(_parts(gone, theirs), _parts(kept, theirs), _parts(gone, mine), False, None, second),
         )
-        whole = (frames.Reform(None, _sizes(member).num_units, schedules=True) for member in pair.members)
-        await pair.tell_both(*whole)
         follower.join(leader.leave(leaving))
         placed = await pair.tell_both(_attach(leader.accepted(), tokens), _attach(follower.accepted(), tokens))
-        await pair.tell_both(*(frames.WritePasts(each) for each in placed))
-        await pair.tell_both(*(frames.Go(WHOLE, _ids(each)) for each in placed))
+        await pair.tell_both(*(frames.Go(WHOLE, each) for each in placed))
 
     async def _meet(self, pair: Pair) -> None:
         with tempfile.TemporaryDirectory(prefix="tidemill-", ignore_cleanup_errors=True) as folder:
@@ -239,17 +241,6 @@ def _units_beside(sizes: DroppableLayers, layers: int) -> int:
     return int((room + (sizes.num_layers - layers) * sizes.layer_bytes) / (layers * sizes.unit_layer_bytes))
 
 
-async def _both(
-    one: Awaitable[tuple[Past, ...]], other: Awaitable[tuple[Past, ...]]
-) -> tuple[tuple[Past, ...], tuple[Past, ...]]:
-    first, second = await asyncio.gather(one, other, return_exceptions=True)
-    for found in (first, second):
-        if isinstance(found, BaseException):
-            raise found
-    assert isinstance(first, tuple) and isinstance(second, tuple)
-    return first, second
-
-
 def _each_unit_once(pasts: Iterable[Past]) -> tuple[Past, ...]:
     """Remove units that an earlier past contains: requests with equal prefixes share units."""
     seen: set[int] = set()
@@ -266,10 +257,6 @@ def _parts(pasts: Iterable[Past], layers: Layers) -> tuple[Part, ...]:
 
 def _tokens(pasts: Iterable[Past]) -> dict[str, int]:
     return {past.request_id: past.num_tokens for past in pasts}
-
-
-def _ids(pasts: Iterable[Past]) -> tuple[str, ...]:
-    return tuple(past.request_id for past in pasts)
 
 
 def _attach(entries: Iterable[OpenRequest], tokens: Mapping[str, int]) -> frames.Attach:

@@ -182,7 +182,8 @@ class EngineServer:
     ) -> None:
         """Start the engine and serve it until `Shutdown`."""
         engine = self._engine
-        connection = self._connection = await Connection.open(sock, reader, self.receive, lambda _fault: _die())
+        connection = self._connection = Connection(reader, self.receive, lambda _fault: _die())
+        await connection.connect(sock)
         try:
             await engine.start()
         except BaseException as raised:
@@ -295,18 +296,12 @@ class EngineServer:
         work(fault)
 
     def _submit(self, call: int, requests: Sequence[EngineRequest], fault: TidemillError | None) -> None:
-        def queue() -> None:
+        try:
             if fault is not None:
                 raise fault
             if self._stage.closed:
                 raise EngineUnavailableError("The engine computes for another one.")
             self._engine.open((request, self._put) for request in requests)
-
-        self._answer(call, queue)
-
-    def _answer(self, call: int, work: Callable[[], None]) -> None:
-        try:
-            work()
         except TidemillError as error:
             self._send(frames.Refused(call, ErrorInfo.of(error)))
         else:

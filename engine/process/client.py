@@ -8,21 +8,21 @@ client observes a pause. See docs/develop/process.md.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput
-from engine.client import EngineInfo, EngineState, EngineStats, Figures, LoadReport
+from engine.client import EngineStats, LoadReport
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError, InvalidRequestError
 from engine.flight import FAILED_STEP
 from engine.limits import QueueTime
 from engine.process import frames
-from engine.process.launcher import Launcher, ProcessOptions
-from engine.process.life import RETRY_AFTER, GoneError, ProcessLife, ProcessLink, Regrouping
-from engine.process.requests import DeathJudge, OpenRequest, Requests, RestartPolicy, hand_over, take_over
+from engine.process.launcher import ProcessOptions
+from engine.process.life import RETRY_AFTER, GoneError, ProcessLife, Regrouping
+from engine.process.requests import OpenRequest
 from engine.stream import RequestStream
 from predictor.slo import SLO
 
@@ -34,42 +34,19 @@ ANSWER_SECONDS = 1.0
 """Timeout in seconds of `stats`, after which the last statistics are returned."""
 
 
-class EngineProcess:
+class EngineProcess(ProcessLife):
     """An engine in its own process. Implements `engine.client.EngineClient`."""
 
     def __init__(self, config: EngineConfig, options: ProcessOptions) -> None:
-        clock = self._clock = options.clock
+        super().__init__(config, options)
         self._patience = patience(config) if options.waits else None
-        self._tell_change = options.changed
         self._idle = asyncio.Event()
-        self._requests = Requests(clock)
-        self._link = ProcessLink(self._receive, self._requests.resumed)
-        self._figures = Figures()
-        judge = DeathJudge(self._requests, options.policy or RestartPolicy(), clock, waits=options.waits)
-        self._life = ProcessLife(
-            Launcher(config, options), self._link, self._requests, self._figures, judge, options,
-            down=lambda: self.regroup.lost(), changed=self._on_change,
-        )  # fmt: skip
-        self.regroup = Regrouping(self._link.calls, self._requests.open, self._requests.suspects, self.abort)
-
-    @property
-    def info(self) -> EngineInfo:
-        assert self._life.info is not None, "the model is not loaded yet"
-        return self._life.info
-
-    @property
-    def state(self) -> EngineState:
-        return self._life.state
-
-    @property
-    def trouble(self) -> str | None:
-        """See EngineClient.trouble."""
-        return self._life.trouble
+        self.regroup = Regrouping(self._link.calls, self._requests, self.abort)
 
     @property
     def is_up(self) -> bool:
         """Whether a process accepts requests."""
-        return self._life.ready.is_set() and self._life.death is None
+        return self.ready.is_set() and self.death is None
 
     @property
     def report(self) -> LoadReport | None:
@@ -83,40 +60,26 @@ class EngineProcess:
 
     def holds(self, request_id: str) -> bool:
         """Return whether the request is open here."""
-        return request_id in self._requests.open
+        return request_id in self._requests
 
     @property
     def num_offline(self) -> int:
         """Number of open offline requests."""
-        return self._requests.open.num_offline
+        return self._requests.num_offline
 
     @property
     def num_online(self) -> int:
         """Number of open online requests."""
-        return len(self._requests.open) - self._requests.open.num_offline
-
-    # The process: see ProcessLife and EngineClient
-
-    def load(self, planned: Callable[[frames.Planned], None]) -> None:
-        """Start the first process and load its model. See ProcessLife.load."""
-        self._life.load(planned)
-
-    def discard(self) -> None:
-        """End the loaded processes, which will not be used."""
-        self._life.discard()
-
-    async def start(self) -> None:
-        """See ProcessLife.start."""
-        await self._life.start()
+        return len(self._requests) - self._requests.num_offline
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """See EngineClient.stop. A process that does not exit in time is killed."""
-        life, requests = self._life, self._requests.open
-        life.draining = True
-        life.turned.set()
-        if not life.is_supervised:
+        requests = self._requests
+        self.draining = True
+        self.turned.set()
+        if self._task is None:
             return
-        if drain_seconds > 0 and len(requests) and life.death is None:
+        if drain_seconds > 0 and len(requests) and self.death is None:
             self._idle.clear()
             try:
                 await asyncio.wait_for(self._idle.wait(), drain_seconds)
@@ -124,26 +87,18 @@ class EngineProcess:
                 log.info("%d requests did not end within %.0f s", len(requests), drain_seconds)
         for entry in requests:
             self.abort(entry.request.request_id)
-        await life.stop()
+        await self._shut_down()
 
     async def wait_dead(self) -> str:
         """See EngineClient.wait_dead."""
-        await self._life.dead.wait()
-        assert self._life.death is not None
-        return self._life.death
-
-    async def renew(self, *, anyway: bool = False) -> str:
-        """See EngineClient.renew."""
-        return await self._life.renew(anyway=anyway)
-
-    def kill(self) -> None:
-        """See EngineClient.kill."""
-        self._life.kill()
+        await self.dead.wait()
+        assert self.death is not None
+        return self.death
 
     async def stats(self) -> EngineStats:
         """See EngineClient.stats. If the process does not answer in time, return its last statistics."""
         figures = self._figures
-        if self._life.ready.is_set():
+        if self.ready.is_set():
             with suppress(GoneError, TimeoutError):
                 figures.last = await asyncio.wait_for(self._link.calls.ask(frames.AskStats), ANSWER_SECONDS)
         return figures.total(self._link.num_resumed)
@@ -152,7 +107,7 @@ class EngineProcess:
 
     async def submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         """See EngineClient.submit. Without a process an online request waits up to `patience`, a batch line forever."""
-        self._life.check_accepting()
+        self.check_accepting()
         now = self._clock()
         for request in requests:
             if self.holds(request.request_id):
@@ -161,7 +116,7 @@ class EngineProcess:
         for request in requests:
             stream = RequestStream.of(request, partial(self.abort, request.request_id))
             entries.append(OpenRequest(request, stream, now))
-            self._requests.open.add(entries[-1])
+            self._requests.add(entries[-1])
         try:
             until = now if self._patience is None else now + longest_wait(requests, self._patience)
             if self._requests.recognise(entries):
@@ -177,7 +132,7 @@ class EngineProcess:
     def _resume_recognised(self, entries: Sequence[OpenRequest]) -> None:
         """Send requests with a suspect among them to the process. Suspects wait for their trial."""
         innocent = self._requests.innocent(entries)
-        if innocent and self._life.ready.is_set():
+        if innocent and self.ready.is_set():
             self._link.resume(innocent)
         self._try_suspect()
 
@@ -189,7 +144,7 @@ class EngineProcess:
         arrived = self._clock()
         requests = [entry.request for entry in entries]
         while True:
-            if not self._life.ready.is_set():
+            if not self.ready.is_set():
                 await self._wait_for_engine(until, entries)
                 waiting = [entry.request for entry in entries if not entry.accepted]
                 if not waiting:
@@ -209,22 +164,21 @@ class EngineProcess:
 
         Raise EngineUnavailableError at the time `until`, or when no further process will start.
         """
-        life = self._life
-        while not life.ready.is_set():
-            life.check_accepting()
+        while not self.ready.is_set():
+            self.check_accepting()
             if all(entry.accepted for entry in entries):
                 return
             left = until - self._clock()
             if left <= 0.0:
                 raise EngineUnavailableError("The engine is being started again.", retry_after=RETRY_AFTER)
-            life.turned.clear()
+            self.turned.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(life.turned.wait(), None if math.isinf(left) else left)
-        life.check_accepting()
+                await asyncio.wait_for(self.turned.wait(), None if math.isinf(left) else left)
+        self.check_accepting()
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See EngineClient.abort."""
-        entry = self._requests.open.get(request_id)
+        entry = self._requests.get(request_id)
         if entry is not None:
             self._forget(request_id, reason)
             entry.end(reason, self._clock())
@@ -236,19 +190,17 @@ class EngineProcess:
 
     def set_lane(self, job: str, lane: Lane) -> None:
         """See EngineClient.set_lane."""
-        self._requests.open.set_lane(job, lane)
+        self._requests.set_lane(job, lane)
         self._link.send(frames.SetLane(job, lane))
 
     def take_movable(self) -> list[OpenRequest]:
-        """Remove and return the requests that another engine continues, if no process runs here. See `hand_over`."""
-        is_gone, given_up = self._life.judged and not self._life.ready.is_set(), self._life.death is not None
-        return hand_over(self._requests.open, self._requests.suspects, given_up=given_up) if is_gone or given_up else []
+        """Remove and return the requests that another engine continues, if no process runs here."""
+        is_gone, given_up = self.judged and not self.ready.is_set(), self.death is not None
+        return self._requests.hand_over(given_up=given_up) if is_gone or given_up else []
 
     def adopt(self, entries: Sequence[OpenRequest]) -> None:
         """Continue requests that another engine had accepted, at the same token."""
-        for entry in entries:
-            entry.stream.rebind(partial(self.abort, entry.request.request_id))
-        if beside_others := take_over(entries, self._requests.open, self._requests.suspects):
+        if beside_others := self._requests.take_over(entries, self.abort):
             self._link.resume(beside_others)
         self._try_suspect()
 
@@ -261,7 +213,7 @@ class EngineProcess:
 
     def _receive(self, message: frames.ToGateway) -> None:
         """Handle one message of the process."""
-        life, link = self._life, self._link
+        link = self._link
         match message:
             case frames.Outputs(outputs, load):
                 link.given.hear(load)
@@ -269,58 +221,61 @@ class EngineProcess:
                     self._deliver(output)
                 self._try_suspect()
             case frames.Answer(call, value):
-                self._requests.open.accept(request.request_id for request in link.calls.submitted(call))
-                link.calls.settle(call, value)
+                self._requests.accept(request.request_id for request in link.calls.settle(call, value))
             case frames.Refused(call, error):
-                link.calls.refuse(call, error.to_error())
+                link.calls.settle(call, error.to_error())
             case frames.Parted():
                 self.regroup.parted = True
-                self._tell_change()
+                self._options.changed()
             case frames.Pulse():
                 link.given.hear(message.load)
-                life.on_pulse(message)
+                self.on_pulse(message)
                 self._try_suspect()
             case frames.Built(info):
-                life.info = info
+                self._info = info
             case frames.Started():
                 self._up()
             case frames.NotStarted():
-                life.on_not_started(message)
+                self.on_not_started(message)
             case frames.Dying():
-                life.on_dying(message)
+                self.on_dying(message)
             case frames.StepFailed():
-                life.keep_flight(FAILED_STEP, life.child)
+                self.keep_flight(FAILED_STEP, self.child)
             case frames.Planned():
                 pass
 
     def _up(self) -> None:
         """Resume the requests of the last process in the new one, and accept requests again."""
-        self._life.judge.outage.end()
+        self.judge.outage.end()
         if resumed := self._requests.resume_after():
             self._link.resume(resumed)
             log.warning("%d requests go on in the new engine process", len(resumed))
         self._try_suspect()
-        self._life.on_started()
+        self.on_started()
 
     def _deliver(self, output: RequestOutput) -> None:
-        entry = self._requests.open.get(output.request_id)
+        entry = self._requests.get(output.request_id)
         if entry is None:
             return  # the request was aborted in the meantime
         keeps_up = entry.take(output)
-        self._life.has_worked = self._life.has_worked or bool(output.token_ids)
+        self.has_worked = self.has_worked or bool(output.token_ids)
         if forgiven := self._requests.got_on(entry, output):
-            self._life.judge.policy.forgive(forgiven)
+            self.judge.policy.forgive(forgiven)
         if output.finish_reason is not None:
             self._requests.end(output.request_id)
             self._on_change()
         elif not keeps_up:
             self.abort(output.request_id)
 
+    def down(self) -> None:
+        self.regroup.lost()
+        super().down()
+
     def _on_change(self) -> None:
         """Report that a request has ended or that the process has started or ended."""
-        if not len(self._requests.open):
+        if not len(self._requests):
             self._idle.set()
-        self._tell_change()
+        self._options.changed()
 
 
 def patience(config: EngineConfig) -> float:

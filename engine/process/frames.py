@@ -41,24 +41,24 @@ class Part(NamedTuple):
     layers: Layers
 
 
-class OrderBase(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Base of all orders."""
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Base of all messages, and of the orders that a message holds."""
 
 
-class Hold(OrderBase, frozen=True):
+class Hold(Message, frozen=True):
     """Run no step from the answer until `Go`."""
 
     closes: bool  # also refuse new requests, because the engine becomes the follower
 
 
-class Meet(OrderBase, frozen=True):
+class Meet(Message, frozen=True):
     """Connect to the other engine through the socket at `path`."""
 
     path: str
     listens: bool  # whether this engine listens; the other engine connects
 
 
-class Stall(OrderBase, frozen=True):
+class Stall(Message, frozen=True):
     """Stop all requests with their pasts in place. The answer holds the pasts in the first `num_units` units.
 
     Requests without such a past start over.
@@ -67,54 +67,46 @@ class Stall(OrderBase, frozen=True):
     num_units: int
 
 
-class Detach(OrderBase, frozen=True):
+class Detach(Message, frozen=True):
     """Remove all requests. The answer holds their pasts, which stay intact until `Reform`."""
 
 
-class Exchange(OrderBase, frozen=True):
-    """Exchange parts of pasts with the other engine."""
+class Reform(Message, frozen=True):
+    """Exchange parts of pasts with the other engine, then resize to some layers and units.
+
+    Stopped requests keep their units.
+    """
 
     keeps: tuple[Part, ...]  # parts that move to other units of this engine
     gives: tuple[Part, ...]  # parts to send to the other engine
     gets: tuple[Part, ...]  # parts to receive
     first: bool  # whether this engine sends before it receives
-
-
-class Reform(OrderBase, frozen=True):
-    """Resize the engine to some layers and units. Stopped requests keep their units."""
-
     layers: Layers | None  # layers to keep; None: load all layers
     num_units: int
-    schedules: bool  # whether the core of this engine allocates the units
+    schedules: bool = True  # whether the core of this engine allocates the units
 
 
-class Attach(OrderBase, frozen=True):
+class Attach(Message, frozen=True):
     """Add requests in this order. The answer holds the units for their pasts."""
 
     requests: tuple[tuple[EngineRequest, int], ...]  # with the tokens of the past to come; ignored for stopped requests
 
 
-class WritePasts(OrderBase, frozen=True):
-    """Write the exchanged parts of these pasts into their units, and discard the other parts."""
-
-    pasts: tuple[Past, ...]
-
-
-class Deliver(OrderBase, frozen=True):
+class Deliver(Message, frozen=True):
     """Make a running leader complete the stalled requests, one after another, while other requests run."""
 
     own: tuple[Past, ...]  # pasts of its own, whose kept parts go to the follower
     attached: tuple[Past, ...]  # pasts that the follower has kept
 
 
-class Go(OrderBase, frozen=True):
-    """Run steps again."""
+class Go(Message, frozen=True):
+    """Run steps again. A whole engine first writes the exchanged parts of `pasts` into their units."""
 
     role: str
-    arrived: tuple[str, ...] = ()  # ids of requests whose past is complete
+    pasts: tuple[Past, ...] = ()
 
 
-class Retire(OrderBase, frozen=True):
+class Retire(Message, frozen=True):
     """Make a running leader allocate only the first `num_units` units.
 
     The answer comes once the other units are free, or after a timeout with the pasts that still use them.
@@ -123,17 +115,17 @@ class Retire(OrderBase, frozen=True):
     num_units: int
 
 
-class Prepare(OrderBase, frozen=True):
+class Prepare(Message, frozen=True):
     """Load the absent layers into the memory behind the first `num_units` units, which is free, while steps run."""
 
     num_units: int
 
 
-class Dissolve(OrderBase, frozen=True):
+class Dissolve(Message, frozen=True):
     """Make a held leader end the pipeline, and make the follower wait for that."""
 
 
-class Reset(OrderBase, frozen=True):
+class Reset(Message, frozen=True):
     """Become a whole engine again from any state, and compute the open requests again."""
 
     num_units: int
@@ -142,17 +134,12 @@ class Reset(OrderBase, frozen=True):
 
 
 Order = (
-    Hold | Meet | Stall | Detach | Exchange | Reform | Attach | WritePasts | Deliver | Go | Retire | Prepare | Dissolve
-    | Reset
+    Hold | Meet | Stall | Detach | Reform | Attach | Deliver | Go | Retire | Prepare | Dissolve | Reset
 )  # fmt: skip
 
 
 MAX_FRAME = 1 << 28
 """Maximum bytes of a frame; far above the longest prompts that fit into one HTTP body."""
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Base of all messages."""
 
 
 # gateway to engine

@@ -427,16 +427,17 @@ class Launcher:
 
     def discard(self) -> None:
         """Do the same as `kill`, and wait for the end of the held process."""
-        held, self._held = self._held, None
-        if held is not None:
-            end_now(held)
+        self._end_held()
         remove(self._pid_file)
 
     async def drop(self) -> None:
         """End the held process, which will not be used."""
+        await asyncio.to_thread(self._end_held)
+
+    def _end_held(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            await asyncio.to_thread(end_now, held)
+            end_now(held)
 
 
 def _wait_until_ready(child: Child) -> Child:

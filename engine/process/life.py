@@ -9,23 +9,24 @@ engines without interrupting their streams.
 import asyncio
 import logging
 import socket
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from engine.api import EngineRequest, FinishReason
+from engine.api import EngineRequest
 from engine.client import EngineInfo, EngineState, Figures, LoadReport
+from engine.config import EngineConfig
 from engine.errors import EngineUnavailableError
 from engine.loop.watchdog import StepWatch
 from engine.machine.activity import Activity
 from engine.process import frames
 from engine.process.frames import FrameError, FrameReader, Message, Order, Past, Reset, encode
 from engine.process.launcher import Launcher, ProcessEndpoint, ProcessOptions, end_now, reaped
-from engine.process.requests import DeathJudge, OpenRequest, OpenRequests, Requests, take_over
-from engine.process.suspects import RENEWED, START, SYSTEM, Origin, Suspects, is_of_system, origin_of, start_error
+from engine.process.requests import DeathJudge, OpenRequest, Requests, RestartPolicy
+from engine.process.suspects import RENEWED, START, SYSTEM, Origin, is_of_system, origin_of, start_error
 
 MessageT = TypeVar("MessageT")
 
@@ -55,17 +56,9 @@ class Connection(asyncio.Protocol, Generic[MessageT]):
         self._transport: asyncio.Transport | None = None
         self._fault: str | None = None
 
-    @classmethod
-    async def open(
-        cls,
-        sock: socket.socket,
-        reader: FrameReader[MessageT],
-        on_message: Callable[[MessageT], None],
-        on_lost: Callable[[str | None], None],
-    ) -> "Connection[MessageT]":
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(lambda: cls(reader, on_message, on_lost), sock=sock)
-        return connection
+    async def connect(self, sock: socket.socket) -> None:
+        """Begin to receive from the socket."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=sock)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -105,51 +98,42 @@ class GoneError(Exception):
     """The process died before it answered."""
 
 
-@dataclass(slots=True)
-class _Call:
-    answer: "asyncio.Future[Any]"
-    submitted: Sequence[EngineRequest] = ()
-
-
-@dataclass(slots=True)
 class Calls:
     """Open calls by number. `send` sends a message to the process."""
 
-    send: Callable[[frames.Message], None]
-    _open: dict[int, _Call] = field(default_factory=dict)
-    _number: int = 0
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._open: dict[int, tuple[asyncio.Future[Any], Sequence[EngineRequest]]] = {}
+        self._number = 0
 
-    async def ask(self, make: Callable[[int], frames.Message], submitted: Sequence[EngineRequest] = ()) -> Any:
+    async def ask(self, make: Callable[[int], Message], submitted: Sequence[EngineRequest] = ()) -> Any:
         """Send a call and return its answer. Raise the error of a refusal, or GoneError."""
         self._number += 1
-        number = self._number
-        call = self._open[number] = _Call(asyncio.get_running_loop().create_future(), submitted)
+        number, answer = self._number, asyncio.get_running_loop().create_future()
+        self._open[number] = answer, submitted
         try:
-            self.send(make(number))
-            return await call.answer
+            self._send(make(number))
+            return await answer
         finally:
             self._open.pop(number, None)
 
-    def submitted(self, number: int) -> Sequence[EngineRequest]:
-        """Return the requests that the call submits."""
-        call = self._open.get(number)
-        return () if call is None else call.submitted
+    def settle(self, number: int, value: Any) -> Sequence[EngineRequest]:
+        """Set the answer or the error of a call, and return the requests that it submits.
 
-    def settle(self, number: int, value: Any) -> None:
-        """Set the answer of a call. Ignore a call whose caller was cancelled."""
-        call = self._open.get(number)
-        if call is not None and not call.answer.done():
-            call.answer.set_result(value)
-
-    def refuse(self, number: int, error: Exception) -> None:
-        call = self._open.get(number)
-        if call is not None and not call.answer.done():
-            call.answer.set_exception(error)
+        Ignore a call whose caller was cancelled.
+        """
+        answer, submitted = self._open.get(number, (None, ()))
+        if answer is not None and not answer.done():
+            if isinstance(value, Exception):
+                answer.set_exception(value)
+            else:
+                answer.set_result(value)
+        return submitted
 
     def end(self) -> None:
         """Fail all open calls with GoneError."""
         for number in list(self._open):
-            self.refuse(number, GoneError())
+            self.settle(number, GoneError())
         self._open.clear()
 
 
@@ -199,7 +183,8 @@ class ProcessLink:
 
     async def open(self, child: ProcessEndpoint, on_lost: Callable[[str | None], None]) -> None:
         """Connect to a process and receive its messages. `on_lost` is called once at the end, see `Connection`."""
-        self._connection = await Connection.open(child.sock, child.reader, self._receive, on_lost)
+        self._connection = Connection(child.reader, self._receive, on_lost)
+        await self._connection.connect(child.sock)
         for message in child.read_ahead():
             self._receive(message)
 
@@ -255,20 +240,17 @@ class Regrouping:
         parted: Whether the process has lost the other engine of its pipeline.
     """
 
-    def __init__(
-        self, calls: Calls, requests: OpenRequests, suspects: Suspects, abort: Callable[[str, FinishReason], None]
-    ) -> None:
+    def __init__(self, calls: Calls, requests: Requests, abort: Callable[[str], None]) -> None:
         self.life = 0
         self.parted = False
         self._calls = calls
         self._requests = requests
-        self._suspects = suspects
         self._abort = abort
 
     @property
     def is_calm(self) -> bool:
         """Whether no open request is a suspect."""
-        return not any(entry.request.request_id in self._suspects for entry in self._requests)
+        return len(self._requests.innocent(self._requests)) == len(self._requests)
 
     def lost(self) -> None:
         """Record the end of the process. The next process is a whole engine."""
@@ -286,8 +268,7 @@ class Regrouping:
     async def reset(self, num_units: int) -> None:
         """Make the process a whole engine again, with the open requests. Raise the error of the order."""
         known = tuple(entry.request.request_id for entry in self._requests)
-        accepted = [entry for entry in self._requests.accepted() if entry.request.request_id not in self._suspects]
-        requests = tuple(entry.resumed() for entry in accepted)
+        requests = tuple(entry.resumed() for entry in self._requests.innocent(self._requests.accepted()))
         await self.order(Reset(num_units, known, requests))
         self.parted = False
 
@@ -297,16 +278,11 @@ class Regrouping:
 
     def leave(self, request_ids: Collection[str] | None = None) -> list[OpenRequest]:
         """Remove and return the accepted requests that another engine continues: `request_ids`, or all if None."""
-        taken = self._requests.take(lambda e: request_ids is None or e.request.request_id in request_ids)
-        for entry in taken:
-            entry.suspicion = self._suspects.release(entry.request.request_id)
-        return taken
+        return self._requests.leave(lambda e: request_ids is None or e.request.request_id in request_ids)
 
     def join(self, entries: Sequence[OpenRequest]) -> None:
         """Add requests of another engine. An order tells the process about them."""
-        for entry in entries:
-            entry.stream.rebind(partial(self._abort, entry.request.request_id))
-        take_over(entries, self._requests, self._suspects)
+        self._requests.take_over(entries, self._abort)
 
 
 log = logging.getLogger("tidemill.engine")
@@ -322,26 +298,16 @@ _LEVELS = {Origin.ASKED: logging.INFO, Origin.SYSTEM: logging.DEBUG}
 STARTED_ANYWAY = "the engine is being started anyway"
 
 
-class ProcessLife:
-    """The processes of one engine, one after another.
+class ProcessLife(ABC):
+    """The processes of one engine, one after another."""
 
-    `down` is called when no process runs any more, `changed` when a process starts or ends.
-    """
-
-    def __init__(
-        self,
-        launcher: Launcher,
-        link: ProcessLink,
-        requests: Requests,
-        figures: Figures,
-        judge: DeathJudge,
-        options: ProcessOptions,
-        down: Callable[[], None],
-        changed: Callable[[], None],
-    ) -> None:
-        self.launcher = launcher
-        self.judge = judge
-        self.info: EngineInfo | None = None
+    def __init__(self, config: EngineConfig, options: ProcessOptions) -> None:
+        clock = self._clock = options.clock
+        self._requests = Requests(clock)
+        self._link = ProcessLink(self._receive, self._requests.resumed)
+        self._figures = Figures()
+        self.launcher = Launcher(config, options)
+        self.judge = DeathJudge(self._requests, options.policy or RestartPolicy(), clock, waits=options.waits)
         self.child: ProcessEndpoint | None = None
         self.pulse: frames.Pulse | None = None
         self.ready = asyncio.Event()
@@ -350,18 +316,27 @@ class ProcessLife:
         self.death: str | None = None
         self.dead = asyncio.Event()
         self.draining = self.judged = self.has_worked = False
-        self._link = link
-        self._requests = requests
-        self._figures = figures
+        self._info: EngineInfo | None = None
         self._options = options
         self._watch = StepWatch(options.silence, self._on_silence, self._read_activity)
-        self._down = down
-        self._changed = changed
         self._cause: str | None = None
         self._lost: asyncio.Future[str] | None = None
         self._task: asyncio.Task[None] | None = None
         self._making_spare: asyncio.Task[None] | None = None
         self._started = self._stopping = False
+
+    @abstractmethod
+    def _receive(self, message: frames.ToGateway) -> None:
+        """Handle one message of the process."""
+
+    @abstractmethod
+    def _on_change(self) -> None:
+        """Report that the process has started or ended."""
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "the model is not loaded yet"
+        return self._info
 
     @property
     def state(self) -> EngineState:
@@ -406,7 +381,7 @@ class ProcessLife:
         self.judged = False
         self.ready.set()
         self.turned.set()
-        self._changed()
+        self._on_change()
 
     def on_not_started(self, message: frames.NotStarted) -> None:
         self._cause, self.judge.refusal = message.cause, message.error.message
@@ -417,13 +392,13 @@ class ProcessLife:
         self._cause = message.cause
         log.critical("the engine process ends itself: %s", message.message)
         self.ready.clear()
-        self._changed()
+        self._on_change()
 
     def keep_flight(self, cause: str, child: ProcessEndpoint | None) -> None:
         """Write the last steps of a process to the disk."""
         flights = self._options.flights
-        if flights is not None and child is not None and self.info is not None and cause != RENEWED:
-            flights.keep(cause, self.info, child.entries)
+        if flights is not None and child is not None and self._info is not None and cause != RENEWED:
+            flights.keep(cause, self._info, child.entries)
 
     # The first process and the last
 
@@ -440,7 +415,7 @@ class ProcessLife:
             planned(message)
             message = child.receive()
             assert isinstance(message, frames.Built)
-            self.info = message.info
+            self._info = message.info
         except BaseException as error:
             self.discard()
             raise (start_error(error) if isinstance(error, OSError) else error) from None
@@ -453,13 +428,13 @@ class ProcessLife:
         self.launcher.discard()
 
     def kill(self) -> None:
-        """Kill all processes at once."""
+        """See EngineClient.kill."""
         if self.child is not None:
             self.child.kill()
         self.launcher.kill()
 
     async def start(self) -> None:
-        """Begin serving with the first process and supervise it. Raise the error of a failed start."""
+        """See EngineClient.start. Begin with the loaded process, and supervise it."""
         child = self.child or await self.launcher.start()
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -470,12 +445,7 @@ class ProcessLife:
         self._started = True
         self._task = asyncio.create_task(self._supervise(child), name="tidemill-supervisor")
 
-    @property
-    def is_supervised(self) -> bool:
-        """Whether dead processes are restarted."""
-        return self._task is not None
-
-    async def stop(self) -> None:
+    async def _shut_down(self) -> None:
         """Ask the process to shut down; kill it after `STOP_SECONDS`."""
         self._stopping = True
         task, self._task = self._task, None
@@ -489,7 +459,7 @@ class ProcessLife:
         self._watch.end()
         await asyncio.to_thread(self.discard)
 
-    async def renew(self, *, anyway: bool) -> str:
+    async def renew(self, *, anyway: bool = False) -> str:
         """See EngineClient.renew. The next process is prepared before the current one is killed.
 
         The preparation is skipped for a forced renewal in a fleet, because the other engines continue to serve.
@@ -532,7 +502,7 @@ class ProcessLife:
         if not self.ready.is_set():
             error = lost.exception()
             raise error if error is not None else EngineUnavailableError("the engine process ended while it started")
-        self.judge.policy.ready(self._options.clock())
+        self.judge.policy.ready(self._clock())
         self.launcher.has_served()
         if self._options.spare and (self._making_spare is None or self._making_spare.done()):
             self._making_spare = asyncio.create_task(self._keep_spare(), name="tidemill-spare")
@@ -558,14 +528,14 @@ class ProcessLife:
             self.turned.set()
             self._figures.restarts[cause] += 1
             self.judged = True
-            self._changed()
+            self._on_change()
             if delay is None:
                 self._give_up(f"the engine process ended too often, at last by {ended} ({cause})")
                 return
             log.log(
                 _LEVELS.get(origin_of(cause), logging.ERROR),
                 "the engine process ended by %s (%s); it is started again %s, %d requests wait for it",
-                ended, cause, f"in {delay:.0f} s" if delay else "at once", len(self._requests.open),
+                ended, cause, f"in {delay:.0f} s" if delay else "at once", len(self._requests),
             )  # fmt: skip
             await asyncio.sleep(delay)
             child = await self._restart()
@@ -634,15 +604,14 @@ class ProcessLife:
         self._watch.end()
         self._link.end()
         self._figures.process_ended()
-        self._down()
-        self._changed()
+        self._on_change()
 
     def _give_up(self, why: str) -> None:
         self.death = why
         log.critical("%s", why)
-        self._changed()
-        self._requests.open.end_all(self._options.clock(), "The engine stopped while this request was running.")
-        self._changed()
+        self._on_change()
+        self._requests.end_all("The engine stopped while this request was running.")
+        self._on_change()
         self.turned.set()
         self.dead.set()
 

@@ -6,8 +6,9 @@ and which request ends.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from engine import flight
 from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, RequestTimes, Resumption
@@ -85,12 +86,16 @@ class OpenRequest:
         )
 
 
-class OpenRequests:
-    """The open requests by id, in order of submission."""
+class Requests:
+    """The open requests by id, in order of submission, the suspects among them, and the suspicions against others."""
 
-    def __init__(self) -> None:
-        self._by_id: dict[str, OpenRequest] = {}
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.num_offline = 0
+        self.suspects = Suspects()
+        self.reputation = Reputation()
+        self._by_id: dict[str, OpenRequest] = {}
+        self._unjudged: set[float] = set()
+        self._clock = clock
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -103,21 +108,20 @@ class OpenRequests:
 
     def add(self, entry: OpenRequest) -> None:
         self._by_id[entry.request.request_id] = entry
-        self.num_offline += entry.request.request_class is RequestClass.OFFLINE
+        self.num_offline += not entry.is_online
 
     def get(self, request_id: str) -> OpenRequest | None:
         return self._by_id.get(request_id)
 
     def pop(self, request_id: str) -> OpenRequest | None:
         entry = self._by_id.pop(request_id, None)
-        if entry is not None:
-            self.num_offline -= entry.request.request_class is RequestClass.OFFLINE
+        self.num_offline -= entry is not None and not entry.is_online
         return entry
 
     def set_lane(self, job: str, lane: Lane) -> None:
         """Set the lane of a job's offline requests, so that the next process gets it too."""
         for entry in self._by_id.values():
-            if entry.request.job == job and entry.request.request_class is RequestClass.OFFLINE:
+            if entry.request.job == job and not entry.is_online:
                 entry.request = replace(entry.request, lane=lane)
 
     def accepted(self) -> list[OpenRequest]:
@@ -130,52 +134,43 @@ class OpenRequests:
             if (entry := self._by_id.get(request_id)) is not None:
                 entry.accepted = True
 
-    def take(self, may_go: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
-        """Remove and return the accepted requests for which `may_go` is true."""
-        taken = [entry for entry in self._by_id.values() if entry.accepted and may_go(entry)]
+    def leave(self, may_go: Callable[[OpenRequest], bool]) -> list[OpenRequest]:
+        """Remove and return the accepted requests for which `may_go` is true, with the suspicions against them."""
+        taken = [entry for entry in self.accepted() if may_go(entry)]
         for entry in taken:
             self.pop(entry.request.request_id)
+            entry.suspicion = self.suspects.release(entry.request.request_id)
         return taken
 
-    def end_all(self, now: float, why: str) -> None:
+    def hand_over(self, *, given_up: bool) -> list[OpenRequest]:
+        """Remove and return the accepted requests that another engine continues.
+
+        Suspects stay for their trial. An engine that is `given_up` hands over all requests except those that already
+        came from such an engine, so that a request cannot end more than two engines.
+        """
+        taken = self.leave(lambda e: not e.moved if given_up else e.request.request_id not in self.suspects)
+        for entry in taken:
+            entry.moved = entry.moved or given_up
+        return taken
+
+    def take_over(self, entries: Sequence[OpenRequest], abort: Callable[[str], None]) -> list[OpenRequest]:
+        """Add requests of another engine with their suspicions. Return those that are not suspects.
+
+        `abort` ends a request by its id.
+        """
+        for entry in entries:
+            entry.stream.rebind(partial(abort, entry.request.request_id))
+            self.add(entry)
+            if entry.suspicion is not None:
+                self.suspects.admit(entry.request.request_id, entry.suspicion)
+                entry.suspicion = None
+        return self.innocent(entries)
+
+    def end_all(self, why: str) -> None:
         """End all requests with EngineUnavailableError."""
-        for request_id, entry in list(self._by_id.items()):
-            self.pop(request_id)
-            entry.end(FinishReason.ERROR, now, EngineUnavailableError(why, retry_after=5.0))
-
-
-def hand_over(requests: OpenRequests, suspects: Suspects, *, given_up: bool) -> list[OpenRequest]:
-    """Remove and return the accepted requests that another engine continues.
-
-    Suspects stay for their trial. An engine that is `given_up` hands over all requests except those that already came
-    from such an engine, so that a request cannot end more than two engines.
-    """
-    taken = requests.take(lambda e: not e.moved if given_up else e.request.request_id not in suspects)
-    for entry in taken:
-        entry.moved = entry.moved or given_up
-        entry.suspicion = suspects.release(entry.request.request_id)
-    return taken
-
-
-def take_over(entries: Sequence[OpenRequest], requests: OpenRequests, suspects: Suspects) -> list[OpenRequest]:
-    """Add requests of another engine with their suspicions. Return those that are not suspects."""
-    for entry in entries:
-        requests.add(entry)
-        if entry.suspicion is not None:
-            suspects.admit(entry.request.request_id, entry.suspicion)
-            entry.suspicion = None
-    return [entry for entry in entries if entry.request.request_id not in suspects]
-
-
-class Requests:
-    """The open requests, the suspects among them, and the suspicions against requests that have left."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.open = OpenRequests()
-        self.suspects = Suspects()
-        self.reputation = Reputation()
-        self._unjudged: set[float] = set()
-        self._clock = clock
+        for entry in self:
+            self.pop(entry.request.request_id)
+            entry.end(FinishReason.ERROR, self._clock(), EngineUnavailableError(why, retry_after=5.0))
 
     def innocent(self, entries: Iterable[OpenRequest]) -> list[OpenRequest]:
         """Return the requests that are not suspects."""
@@ -184,12 +179,12 @@ class Requests:
     def resumed(self, entry: OpenRequest) -> EngineRequest | None:
         """Return a request in the form that the next process resumes; None if it has ended in the meantime."""
         name = entry.request.request_id
-        return entry.resumed(self.suspects.apart_until(name)) if self.open.get(name) is entry else None
+        return entry.resumed(self.suspects.apart_until(name)) if self.get(name) is entry else None
 
     def next_trial(self) -> OpenRequest | None:
         """Return the next suspect to run alone; None if none is due."""
         name = self.suspects.next_trial(self._clock())
-        return None if name is None else self.open.get(name)
+        return None if name is None else self.get(name)
 
     def recognise(self, entries: Sequence[OpenRequest]) -> bool:
         """Return whether one of the requests is a suspect by its content. If so, mark all requests as accepted.
@@ -205,12 +200,12 @@ class Requests:
                 self.suspects.admit(entry.request.request_id, suspicion)
         if len(self.innocent(entries)) == len(entries):
             return False
-        self.open.accept(entry.request.request_id for entry in entries)
+        self.accept(entry.request.request_id for entry in entries)
         return True
 
     def release(self, request_id: str) -> OpenRequest | None:
         """Remove and return a request that leaves before its end. Remember its suspicion by content."""
-        entry = self.open.pop(request_id)
+        entry = self.pop(request_id)
         if entry is not None and (suspicion := self.suspects.release(request_id)) is not None:
             self.reputation.remember(entry.request, suspicion, self._clock())
             self._unjudged.update(suspicion.died_at)
@@ -230,29 +225,25 @@ class Requests:
 
     def end(self, request_id: str) -> None:
         """Forget a request after its last output."""
-        self.open.pop(request_id)
+        self.pop(request_id)
         self.suspects.forget(request_id)
-
-    def in_flight(self, recorded: Mapping[str, int]) -> dict[str, int]:
-        """Return the entries of `recorded` whose requests are open."""
-        return {name: tokens for name, tokens in recorded.items() if name in self.open}
 
     def resume_after(self) -> list[OpenRequest]:
         """Return the requests that a new process resumes at once.
 
         Trials of suspects begin when one of the resumed online streams gets a token.
         """
-        resumed = self.innocent(self.open.accepted())
+        resumed = self.innocent(self.accepted())
         streams = [entry.request.request_id for entry in resumed if entry.is_online and entry.last is not None]
         self.suspects.after(streams, self._clock())
         return resumed
 
     def end_guilty(self, verdict: DeathVerdict) -> None:
         """End a guilty request and all suspects of the same content with EngineStepError."""
-        now, guilty = self._clock(), self.open.get(verdict.request_id)
+        now, guilty = self._clock(), self.get(verdict.request_id)
         assert guilty is not None, "only open requests are suspected"
         self.reputation.remember(guilty.request, verdict.suspicion, now, guilty=True)
-        for entry in self.open:
+        for entry in self:
             name = entry.request.request_id
             known = self.reputation.find(entry.request, now) if entry is guilty or name in self.suspects else None
             if known is None or not known[1]:
@@ -350,9 +341,9 @@ class DeathJudge:
             requests.suspects.died(cause, {}, now)
             requests.reputation.clear()  # other weights or another engine version run from now on
             return 0.0
-        in_flight = requests.in_flight(flight.in_flight(recorded))
+        in_flight = {name: tokens for name, tokens in flight.in_flight(recorded).items() if name in requests}
         if self._waits:  # otherwise the fleet has submitted them to another engine
-            requests.open.accept(in_flight)
+            requests.accept(in_flight)
         verdict = requests.suspects.died(cause, in_flight, now)
         if verdict is None:
             in_question = requests.suspects.deaths_to_try(in_flight)

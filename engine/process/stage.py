@@ -79,7 +79,7 @@ class PipelineStage:
         if isinstance(order, frames.Reset):
             self.close()  # unblocks calls that wait for the other engine
             known = set(order.known)
-            for found in list(self._engine.moves.open_requests()):
+            for found in self._engine.moves.open_requests():
                 if found.request_id not in known and self._knows(found.request_id):
                     self._engine.drop(found.request_id)
         return self._carry_out(order)
@@ -116,8 +116,6 @@ class PipelineStage:
                 return self._stall(num_units)
             case frames.Detach():
                 return self._detach()
-            case frames.Exchange():
-                await self._engine.aside(self._exchange, order, self._needed_link())
             case frames.Reform():
                 await self._reform(order)
             case frames.Attach(requests):
@@ -125,12 +123,10 @@ class PipelineStage:
                     with suppress(TidemillError):  # its step then fails for this request only
                         await self._engine.prepare([request])
                 return tuple(self._attach(requests))
-            case frames.WritePasts(pasts):
-                await self._engine.aside(self._write, pasts)
             case frames.Deliver(own, attached):
                 await self._deliver(own, attached)
-            case frames.Go(role, arrived):
-                await self._go(role, arrived)
+            case frames.Go(role, pasts):
+                await self._go(role, pasts)
             case frames.Retire(num_units):
                 return await self._retire(num_units)
             case frames.Prepare(num_units):
@@ -189,7 +185,7 @@ class PipelineStage:
     def _detach(self) -> tuple[Past, ...]:
         """Detach the gateway's requests. Requests of the engine itself stay and start over."""
         engine, pasts = self._engine, []
-        for found in sorted(engine.moves.open_requests(), key=lambda request: request.arrival):
+        for found in engine.moves.open_requests():
             request_id = found.request_id
             if not engine.serves(request_id, self._sink):
                 engine.moves.start_over(request_id)
@@ -201,7 +197,7 @@ class PipelineStage:
                 pasts.append(Past(request_id, moved.num_tokens, units[:needed]))
         return tuple(pasts)
 
-    def _exchange(self, order: frames.Exchange, link: Link) -> None:
+    def _exchange(self, order: frames.Reform, link: Link) -> None:
         self._staged = {}
         for part in order.keeps:
             self._stage(part, self._read(part))
@@ -224,6 +220,7 @@ class PipelineStage:
 
     async def _reform(self, order: frames.Reform) -> None:
         engine = self._engine
+        await engine.aside(self._exchange, order, self._needed_link())
         engine.moves.resize_cache(order.num_units if order.schedules else 0)
         if order.layers is None:
             await engine.aside(self._runner.restore, order.num_units)
@@ -271,7 +268,7 @@ class PipelineStage:
             if units:
                 engine.arrived(past.request_id)
 
-    async def _go(self, role: str, arrived: Sequence[str]) -> None:
+    async def _go(self, role: str, pasts: Sequence[Past]) -> None:
         engine = self._engine
         self.role, engine.core.state.staged = role, role == LEADER
         if role == FOLLOWER:
@@ -280,10 +277,11 @@ class PipelineStage:
         if role == LEADER:
             await engine.aside(self._runner.lead, self._needed_link(), engine.core.state.model)
         else:
+            await engine.aside(self._write, pasts)
             self.close()
             self.closed = False
-        for request_id in arrived:
-            engine.moves.arrived(request_id)
+        for past in pasts:
+            engine.moves.arrived(past.request_id)
         engine.go()
 
     def _follow(self, link: Link) -> None:
@@ -333,7 +331,7 @@ class PipelineStage:
         if self.role == FOLLOWER:
             await self._ended.wait()
         await engine.hold()
-        for found in sorted(moves.open_requests(), key=lambda request: request.arrival):
+        for found in moves.open_requests():
             moves.start_over(found.request_id)
         self._staged = {}
         moves.resize_cache(0)

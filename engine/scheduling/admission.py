@@ -14,7 +14,7 @@ that rows do not go back and forth.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, takewhile
 
 from engine.api import EngineRequest, Lane, RequestClass, RequestTimes
@@ -39,10 +39,33 @@ from engine.scheduling.urgency import (
     slack,
     uses_laxity,
 )
-from engine.scheduling.waiting import by_age
+from engine.scheduling.waiting import WaitingQueue, by_age
 
 Order = Callable[[list[Request], PrefillPace | None], PromptOrder]
 """Order the requests of one tenant, given by arrival, at the pace of that tenant."""
+
+
+def order_online(
+    prompts: list[Request],
+    waiting: Sequence[Request],
+    share: OnlineShare,
+    pace: PrefillPace | None,
+    by_urgency: Order | None,
+) -> PromptOrder:
+    """Order the prompts in progress and the waiting requests, both given by arrival.
+
+    `by_urgency`: order of one tenant; None: the prompts in progress precede the others, which keep their order.
+    """
+    if by_urgency is not None:
+        if isinstance(waiting, WaitingQueue):
+            both = waiting.with_others(prompts)
+        else:
+            both = sorted([*prompts, *waiting], key=by_age)
+        return order_tenants(both, share, pace, by_urgency) if share.is_contested else by_urgency(both, pace)
+    if not share.is_contested:
+        return PromptOrder((), [*prompts, *waiting])
+    merged = order_tenants(waiting, share, None, lambda group, _: PromptOrder((), group)).urgent
+    return PromptOrder(chain(prompts, merged), ())
 
 
 def order_tenants(
@@ -179,59 +202,48 @@ def check_length(spec: EngineRequest, max_model_len: int) -> None:
         )
 
 
-class Admission:
-    """Decides which requests are queued."""
+def accept(state: SchedulerState, spec: EngineRequest, now: float) -> Request:
+    """Return the request to queue. A request that another engine had accepted is not refused for lack of room.
 
-    def __init__(self, state: SchedulerState) -> None:
-        self._state = state
+    Flex requests are limited to `max_num_waiting`, unless their tenant has less than its equal share. Batch lines are
+    not limited here: a batch bounds its own lines.
 
-    def accept(self, spec: EngineRequest, now: float) -> Request:
-        """Return the request to queue. A request that another engine had accepted is not refused for lack of room.
-
-        Raises:
-            InvalidRequestError, ContextLengthError: The request can never run, or its id is taken.
-            QueueFullError: The queue is full or the expected wait is too long.
-        """
-        state = self._state
-        if spec.request_id in state.requests:
-            raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
-        arrival = now if spec.arrived is None else spec.arrived
-        request = new_request(state, spec, RequestTimes(arrival) if spec.resumed is None else spec.resumed.times)
-        request.expected_output = math.ceil(SURE * answer_tokens(state))
-        check_length(spec, state.config.max_model_len)
-        if spec.resumed is not None:
-            return request
-        if request.request_class is RequestClass.ONLINE:
-            request.num_expected_hits = len(state.cache.find_prefix(request)) * state.config.block_size
-            try:
-                check_room(state, request, now)
-            except QueueFullError:
-                state.counters.refused_requests += 1
-                raise
-        elif spec.lane is Lane.FLEX:
-            self._check_flex(spec)
+    Raises:
+        InvalidRequestError, ContextLengthError: The request can never run, or its id is taken.
+        QueueFullError: The queue is full or the expected wait is too long.
+    """
+    if spec.request_id in state.requests:
+        raise InvalidRequestError(f"A request '{spec.request_id}' is already running.", param="request_id")
+    arrival = now if spec.arrived is None else spec.arrived
+    request = new_request(state, spec, RequestTimes(arrival) if spec.resumed is None else spec.resumed.times)
+    request.expected_output = math.ceil(SURE * answer_tokens(state))
+    check_length(spec, state.config.max_model_len)
+    if spec.resumed is not None:
         return request
-
-    def note_end(self, request: Request) -> None:
-        """Update the mean lengths of online prompts and answers."""
-        if request.request_class is not RequestClass.ONLINE or request.spec.probe:
-            return
-        state = self._state
-        state.num_prompts += 1
-        state.mean_prompt += max(FORGETTING, 1.0 / state.num_prompts) * (request.num_prompt_tokens - state.mean_prompt)
-        if request.spec.pooling is None:
-            state.num_answers += 1
-            weight = max(FORGETTING, 1.0 / state.num_answers)
-            state.mean_output += weight * (request.num_output_tokens - state.mean_output)
-
-    def _check_flex(self, spec: EngineRequest) -> None:
-        """Refuse a flex request if `max_num_waiting` requests wait and its tenant has its equal share.
-
-        Batch lines are not limited here: a batch bounds its own lines.
-        """
-        limit = self._state.config.max_num_waiting
-        if self._state.waiting_offline.is_full(spec.lane, spec.tenant, limit):
+    if request.request_class is RequestClass.ONLINE:
+        request.num_expected_hits = len(state.cache.find_prefix(request)) * state.config.block_size
+        try:
+            check_room(state, request, now)
+        except QueueFullError:
+            state.counters.refused_requests += 1
+            raise
+    elif spec.lane is Lane.FLEX:
+        limit = state.config.max_num_waiting
+        if state.waiting_offline.is_full(spec.lane, spec.tenant, limit):
             raise QueueFullError(f"{limit} flex requests are waiting already.", retry_after=FLEX_RETRY_SECONDS)
+    return request
+
+
+def note_end(state: SchedulerState, request: Request) -> None:
+    """Update the mean lengths of online prompts and answers."""
+    if request.request_class is not RequestClass.ONLINE or request.spec.probe:
+        return
+    state.num_prompts += 1
+    state.mean_prompt += max(FORGETTING, 1.0 / state.num_prompts) * (request.num_prompt_tokens - state.mean_prompt)
+    if request.spec.pooling is None:
+        state.num_answers += 1
+        weight = max(FORGETTING, 1.0 / state.num_answers)
+        state.mean_output += weight * (request.num_output_tokens - state.mean_output)
 
 
 def check_room(state: SchedulerState, request: Request, now: float) -> None:
@@ -323,24 +335,12 @@ def _pace_of_crowd(state: SchedulerState, *, likely: bool = False) -> PrefillPac
 
 def _ahead(state: SchedulerState, request: Request, pace: PrefillPace, now: float) -> list[Request]:
     """Return the prompts, running or waiting, that precede a request that arrives now."""
-    running, waiting = state.running_prompts(), state.waiting_online
     share = state.online_share.with_arrival(request.spec.tenant)
-    laxity = uses_laxity(state)
-    if not laxity and not share.is_contested:
-        return [*running, *waiting]
-    if not laxity:
-        order = order_tenants([*waiting, request], share, None, lambda group, _: PromptOrder((), group))
-        return [*running, *_before(order.urgent, request)]
-    both = [*waiting.with_others(running), request]
-
     promised = bool(state.promised) or request.spec.promise is not None
 
     def by_urgency(requests: list[Request], pace: PrefillPace | None) -> PromptOrder:
         return order_prompts(requests, state.objective, pace, now, promised=promised)
 
-    order = order_tenants(both, share, pace, by_urgency) if share.is_contested else by_urgency(both, pace)
-    return _before(chain(order.urgent, order.behind), request)
-
-
-def _before(requests: Iterable[Request], request: Request) -> list[Request]:
-    return list(takewhile(lambda other: other is not request, requests))
+    waiting = [*state.waiting_online, request]
+    order = order_online(state.running_prompts(), waiting, share, pace, by_urgency if uses_laxity(state) else None)
+    return list(takewhile(lambda other: other is not request, chain(order.urgent, order.behind)))

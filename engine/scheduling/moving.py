@@ -4,12 +4,11 @@ The caller copies the memory, which takes time. An attached request gets its row
 until its K and V have arrived (KunServe §4.2: the request stalls, others run).
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from engine.api import EngineRequest, RequestClass, Resumption
-from engine.cache.blocks import CacheKind, count_units
+from engine.cache.blocks import CacheKind
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import new_request
@@ -25,15 +24,6 @@ class MovedRequest(NamedTuple):
     num_tokens: int
 
 
-class HeldRequest(NamedTuple):
-    """An unfinished request, the device units that it holds, and whether it has a row."""
-
-    request_id: str
-    arrival: float
-    units: int
-    running: bool
-
-
 class Moves:
     """Move requests in and out of the core.
 
@@ -45,11 +35,9 @@ class Moves:
         self._requests = state.requests
         self._recovery = recovery
 
-    def open_requests(self) -> Iterator[HeldRequest]:
-        """Yield every unfinished request with the device units that it holds."""
-        for request in self._requests.values():
-            held = count_units(block for block in request.cache_map.blocks if block.on_device)
-            yield HeldRequest(request.request_id, request.times.arrival, held, request.row >= 0)
+    def open_requests(self) -> list[Request]:
+        """Return every unfinished request, in order of arrival."""
+        return sorted(self._requests.values(), key=lambda request: request.times.arrival)
 
     def units_of(self, request_id: str) -> tuple[int, ...]:
         """Return the device units of a request, in the order of its block table."""

@@ -28,7 +28,7 @@ from engine.scheduling.output import (
     SchedulerOutput,
 )
 from engine.scheduling.state import InFlight, SchedulerState
-from engine.scheduling.urgency import PrefillPace, Victims, prefill_pace
+from engine.scheduling.urgency import PrefillPace, offline_victim, prefill_pace, victim_for_running, victims_for_start
 from predictor.features import CacheWork
 
 
@@ -48,7 +48,6 @@ class Allocation:
         self._block_size = state.config.block_size
         self._step_id = step_id
         self._now = now
-        self._victims = Victims(state, step_id, now)
         # Deferred units that requests of this step already wait for: these need no further victim.
         self._stalled_units = 0
 
@@ -57,29 +56,22 @@ class Allocation:
 
         An online request may preempt others to get them.
         """
-        state, pool = self._state, self._pool
+        state, pool, step_id = self._state, self._pool, self._step_id
         if claim.num_compact > self._cache.compact_room:
             return False
         if request.request_class is RequestClass.OFFLINE:
             return bool(state.free_rows) and self._make_offline_room(request, claim)
-        if state.free_rows and self._has_units(request, claim, length, online=False):
+        reserve = state.prompt_reserve(self.prompts)
+        if state.free_rows and self._cache.make_way(request, claim, length, reserve, step_id, online=False):
             return True
-        missing = self._needed(claim) - pool.num_available_units - pool.num_deferred_units
+        missing = claim.units + pool.num_idle_units(claim.hits) + reserve
+        missing -= pool.num_available_units + pool.num_deferred_units
         if state.free_rows and missing <= 0:
             return False  # the units are still deferred: a later step admits the request
-        victims = self._victims.for_start(request, claim, missing, online=False)
-        for victim in victims or self._victims.for_start(request, claim, missing, online=True):
+        victims = victims_for_start(state, step_id, request, claim, missing, online=False)
+        for victim in victims or victims_for_start(state, step_id, request, claim, missing, online=True):
             state.preempt(victim, "online", self._now)
-        return bool(state.free_rows) and self._has_units(request, claim, length, online=True)
-
-    def _has_units(self, request: Request, claim: Claim, length: int, *, online: bool) -> bool:
-        """See `Cache.make_way`; the reserve is for the prompts in progress."""
-        reserve = self._state.prompt_reserve(self.prompts)
-        return self._cache.make_way(request, claim, length, reserve, self._step_id, online=online)
-
-    def _needed(self, claim: Claim) -> int:
-        """Return the units that must be available to start an online request, the reserve for prompts included."""
-        return claim.units + self._pool.num_idle_units(claim.hits) + self._state.prompt_reserve(self.prompts)
+        return bool(state.free_rows) and self._cache.make_way(request, claim, length, reserve, step_id, online=True)
 
     def _make_offline_room(self, request: Request, claim: Claim) -> bool:
         """Return whether an offline request can start beside the running requests and the next block of each.
@@ -128,7 +120,7 @@ class Allocation:
             if self._pool.num_deferred_units >= self._stalled_units + UNITS_PER_BLOCK:
                 self._stalled_units += UNITS_PER_BLOCK
                 return False  # a victim's units are still deferred: wait for them instead of preempting another
-            victim = self._victims.for_running(request)
+            victim = victim_for_running(self._state, self._step_id, request, self._now)
             if victim is None:
                 return False
             self._state.preempt(victim, "memory", self._now)
@@ -145,7 +137,7 @@ class Allocation:
         while not (granted := self.grow_alone(request, length)):
             if self._pool.num_deferred_units > self._stalled_units:
                 return 0
-            victim = self._victims.for_running(request)
+            victim = victim_for_running(self._state, self._step_id, request, self._now)
             if victim is None or victim is request:
                 return 0  # the request itself is the newest: it keeps its cache and waits
             self._state.preempt(victim, "memory", self._now)
@@ -165,13 +157,13 @@ class Allocation:
 
         `growing`: the tokens belong to the answer and come one at a time.
         """
-        is_online = request.request_class is RequestClass.ONLINE
+        from_online = request.request_class is RequestClass.ONLINE and self._cache.parked.num_holders > 0
         return self._cache.extend(
             request,
             length,
             self._step_id,
             num_offline=len(self._state.running[RequestClass.OFFLINE]),
-            from_online=is_online and self._cache.parked.num_holders > 0 and self._victims.offline() is None,
+            from_online=from_online and offline_victim(self._state, self._step_id) is None,
             growing=growing,
         )
 

@@ -1,6 +1,6 @@
 """Online policies: the order in which waiting requests start, and the handling of a request that does not fit.
 
-Each policy is a pure function of the queue and a small context. `larry:0.5` sets α. `apt:0.1` and `goodput:0.1` set the
+Each policy is a pure function of the scheduler's state. `larry:0.5` sets α. `apt:0.1` and `goodput:0.1` set the
 weight of a request that has missed its SLO, see `engine.scheduling.selection`.
 
 - `fcfs`: by arrival; the first request that does not fit stops admission;
@@ -44,7 +44,7 @@ from engine.scheduling.selection import (
 )
 from engine.scheduling.state import FCFS, OnlinePolicy, SchedulerState
 from engine.scheduling.urgency import PATIENCE, freed_units, longest_queue_time
-from engine.scheduling.waiting import QueueContext, Start, fcfs
+from engine.scheduling.waiting import Start
 
 DEFAULT_ALPHA = 1.0
 READ_STEPS = 64
@@ -60,14 +60,15 @@ LATE_HEADROOM = 0.25
 """Share of the pool that a late request must leave free when it starts, under `goodput-strict`."""
 
 
-def larry_score(request: Request, context: QueueContext, alpha: float) -> float:
+def larry_score(state: SchedulerState, request: Request, now: float, alpha: float) -> float:
     """Return LARRY's score, higher is better: α · waiting time in seconds − queue length · blocks (Equation 1)."""
-    return alpha * (context.now - request.times.arrival) - context.num_waiting * context.blocks(len(request.token_ids))
+    blocks = request.num_blocks(state.config.block_size)
+    return alpha * (now - request.times.arrival) - len(state.waiting_online) * blocks
 
 
-def larry(waiting: Sequence[Request], context: QueueContext, *, alpha: float = DEFAULT_ALPHA) -> Sequence[Request]:
-    """Order requests by score; equal scores keep arrival order."""
-    return sorted(waiting, key=lambda request: -larry_score(request, context, alpha))
+def larry(state: SchedulerState, now: float, *, alpha: float = DEFAULT_ALPHA) -> list[Request]:
+    """Order the waiting requests by score; equal scores keep arrival order."""
+    return sorted(state.waiting_online, key=lambda request: -larry_score(state, request, now, alpha))
 
 
 def choose_starts(select: Choose, late_last: bool, state: SchedulerState, now: float) -> list[Start] | None:
@@ -148,7 +149,6 @@ def pressure_of(state: SchedulerState, late: Sequence[Request], now: float) -> P
 
     `late`: running requests that yield to them.
     """
-    block_size = state.config.block_size
     offline = state.running[RequestClass.OFFLINE]
     capacity = (
         state.pool.num_available_units + state.pool.num_deferred_units + state.cache.parked.num_units(online=True)
@@ -158,20 +158,8 @@ def pressure_of(state: SchedulerState, late: Sequence[Request], now: float) -> P
     if not _demand_exceeds(state, capacity):
         return None
     capacity += sum(request.cache_map.num_running_units for request in late)
-    return Pressure(
-        now=now,
-        running=state.running[RequestClass.ONLINE],
-        capacity=capacity,
-        block_size=block_size,
-        compact_blocks=state.cache.compact_room,
-        rho=_rho(state) * READ_STEPS * block_size / UNITS_PER_BLOCK,
-        ttft=state.objective.ttft,
-        tbt=state.objective.tbt,
-        promised=bool(state.promised),
-        model=state.model,
-        max_chunk=state.config.max_num_batched_tokens,
-        most_blocks=state.config.most_blocks,
-    )
+    rho = _rho(state) * READ_STEPS * state.config.block_size / UNITS_PER_BLOCK
+    return Pressure(state, now, capacity, state.cache.compact_room, rho)
 
 
 def _rho(state: SchedulerState) -> float:
@@ -240,7 +228,7 @@ def _goodput(tail: float = DEFAULT_TAIL, *, late_last: bool = False) -> OnlinePo
 
 def _by_knapsack(select: Choose, values: Values, *, late_last: bool = False) -> OnlinePolicy:
     starts, order = partial(choose_starts, select, late_last), partial(order_by_value, values)
-    return OnlinePolicy(fcfs, select=starts, running_order=order, by_laxity=True)
+    return OnlinePolicy(select=starts, running_order=order, by_laxity=True)
 
 
 ONLINE_POLICIES: dict[str, OnlinePolicy] = {

@@ -18,7 +18,7 @@ Candidates are only peeked at; the queue changes when a request is admitted. Run
 active, so a job keeps its counter while its next lines are still being read from disk.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from operator import attrgetter
@@ -32,9 +32,10 @@ OFFLINE_POLICIES = ("psm", "deadline", "fcfs")
 
 
 class JobQueue:
-    """Waiting requests of one job. `utility` is the paper's u."""
+    """Waiting requests of one job. `utility` is the paper's u; `mean_output` are tokens of its answers on average."""
 
-    def __init__(self, policy: str, block_size: int, utility: float, seed: int) -> None:
+    def __init__(self, policy: str, block_size: int, utility: float, seed: int, mean_output: float) -> None:
+        self.mean_output = mean_output
         self._policy = policy
         self._block_size = block_size
         self._utility = utility
@@ -217,16 +218,10 @@ FORGETTING = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    queue: JobQueue
-    mean_output: float
-
-
-@dataclass(slots=True, eq=False)
 class _Tenant:
     """Waiting requests of a tenant in a lane. `last`: block hashes of the prompt that was admitted last."""
 
-    jobs: dict[str, _Job] = field(default_factory=dict)
+    jobs: dict[str, JobQueue] = field(default_factory=dict)
     share: FairShare = field(default_factory=FairShare)
     num_waiting: int = 0
     last: Sequence[bytes] = ()
@@ -243,35 +238,30 @@ class _LaneQueue:
         return len(self.preempted) + self.num_waiting
 
 
-class LaneFloors:
-    """Service owed to each lane, in the unit of costs."""
+def _next_lane(owed: Mapping[Lane, float], heads: Iterable[tuple[Lane, float]]) -> Lane:
+    """Return the next lane.
 
-    def __init__(self, owed: dict[Lane, float] | None = None) -> None:
-        self._owed = dict(owed or {})
+    `owed`: service in the unit of costs. `heads`: the waiting lanes, highest first, with their next requests' costs.
+    """
+    first: Lane | None = None
+    for lane, cost in heads:
+        if first is None:
+            first = lane
+        elif owed.get(lane, 0.0) >= cost:
+            return lane
+    assert first is not None
+    return first
 
-    def copy(self) -> "LaneFloors":
-        return LaneFloors(self._owed)
 
-    def choose(self, heads: Iterable[tuple[Lane, float]]) -> Lane:
-        """Return the next lane, given the waiting lanes, highest first, with the cost of their next requests."""
-        first: Lane | None = None
-        for lane, cost in heads:
-            if first is None:
-                first = lane
-            elif self._owed.get(lane, 0.0) >= cost:
-                return lane
-        assert first is not None
-        return first
-
-    def charge(self, lane: Lane, cost: float, waiting: Iterable[Lane]) -> None:
-        """Record that a request of `lane` was admitted while the lanes `waiting` had more requests."""
-        present = set(waiting)
-        for below in present:
-            if below > lane:
-                self._owed[below] = self._owed.get(below, 0.0) + LANE_FLOORS[below] * cost
-        self._owed[lane] = max(0.0, self._owed.get(lane, 0.0) - cost)
-        for absent in [known for known in self._owed if known not in present]:
-            del self._owed[absent]
+def _pay_lane(owed: dict[Lane, float], lane: Lane, cost: float, waiting: Iterable[Lane]) -> None:
+    """Record that a request of `lane` was admitted while the lanes `waiting` had more requests."""
+    present = set(waiting)
+    for below in present:
+        if below > lane:
+            owed[below] = owed.get(below, 0.0) + LANE_FLOORS[below] * cost
+    owed[lane] = max(0.0, owed.get(lane, 0.0) - cost)
+    for absent in [known for known in owed if known not in present]:
+        del owed[absent]
 
 
 class OfflineQueue:
@@ -294,7 +284,7 @@ class OfflineQueue:
         self._costs = costs or TokenCosts()
         self._lanes = {lane: _LaneQueue() for lane in Lane}
         self.num_started = dict.fromkeys(Lane, 0)
-        self._floors = LaneFloors()
+        self._owed: dict[Lane, float] = {}
         self._charged: dict[str, float] = {}
         self._mean_output = 0.0
 
@@ -323,7 +313,7 @@ class OfflineQueue:
             yield from lane.preempted.values()
             for tenant in lane.tenants.values():
                 for job in tenant.jobs.values():
-                    yield from job.queue
+                    yield from job
 
     def add(self, request: Request) -> None:
         """Queue a new or a preempted request."""
@@ -333,7 +323,7 @@ class OfflineQueue:
             return
         self.adopt(request)
         tenant = lane.tenants[request.spec.tenant]
-        tenant.jobs[self._job_key(request)].queue.add(request)
+        tenant.jobs[self._job_key(request)].add(request)
         tenant.num_waiting += 1
         lane.num_waiting += 1
 
@@ -343,29 +333,25 @@ class OfflineQueue:
         tenant = lane.tenants.setdefault(request.spec.tenant, _Tenant())
         key = self._job_key(request)
         if key not in tenant.jobs:
-            queue = JobQueue(self._policy, self._block_size, self._utility, self._seed)
-            tenant.jobs[key] = _Job(queue, self._mean_output)
+            tenant.jobs[key] = JobQueue(self._policy, self._block_size, self._utility, self._seed, self._mean_output)
         lane.share.enter(request.spec.tenant)
         tenant.share.enter(key)
 
     def remove(self, request: Request, *, taken: bool = False) -> None:
         """Remove a waiting request. `taken`: it was admitted, not aborted."""
-        spec = request.spec
-        lane = self._lanes[spec.lane]
-        tenant, key = lane.tenants[spec.tenant], self._job_key(request)
+        lane, tenant, key = self._accounts(request)
         cost = self._cost(request, tenant.jobs[key])
         if lane.preempted.pop(request.request_id, None) is None:
-            tenant.jobs[key].queue.remove(request, taken=taken)
+            tenant.jobs[key].remove(request, taken=taken)
             tenant.num_waiting -= 1
             lane.num_waiting -= 1
             if taken:
                 self._charged[request.request_id] = cost
-                lane.share.charge(spec.tenant, cost)
-                tenant.share.charge(key, cost)
+                self._charge(request, cost)
                 tenant.last = request.cache_map.hashes
         if taken:
-            self.num_started[spec.lane] += 1
-            self._floors.charge(spec.lane, cost, [name for name, queue in self._lanes.items() if len(queue)])
+            self.num_started[request.spec.lane] += 1
+            _pay_lane(self._owed, request.spec.lane, cost, [name for name, queue in self._lanes.items() if len(queue)])
 
     def move(self, request: Request, lane: Lane, *, waits: bool) -> None:
         """Move a request and its charge to another lane. `waits`: it waits in this queue; otherwise it runs."""
@@ -383,56 +369,56 @@ class OfflineQueue:
         if waits:
             self.add(request)
 
-    def _charge(self, request: Request, service: float) -> None:
+    def _accounts(self, request: Request) -> tuple[_LaneQueue, _Tenant, str]:
+        """Return the accounts of a request's lane and tenant, and the key of its job's account."""
         lane = self._lanes[request.spec.lane]
+        return lane, lane.tenants[request.spec.tenant], self._job_key(request)
+
+    def _charge(self, request: Request, service: float) -> None:
+        lane, tenant, key = self._accounts(request)
         lane.share.charge(request.spec.tenant, service)
-        lane.tenants[request.spec.tenant].share.charge(self._job_key(request), service)
+        tenant.share.charge(key, service)
 
     def end(self, request: Request) -> None:
         """Settle a request that ended in any state: correct its charge to the actual cost."""
-        spec = request.spec
-        lane = self._lanes[spec.lane]
-        tenant, key = lane.tenants[spec.tenant], self._job_key(request)
         charged = self._charged.pop(request.request_id, None)
         if charged is not None:
-            job, length = tenant.jobs[key], request.num_output_tokens
-            if not spec.probe:
-                job.mean_output += FORGETTING * (length - job.mean_output)
+            length = request.num_output_tokens
+            if not request.spec.probe:
+                _, tenant, key = self._accounts(request)
+                tenant.jobs[key].mean_output += FORGETTING * (length - tenant.jobs[key].mean_output)
                 self._mean_output += FORGETTING * (length - self._mean_output)
             actual = self._costs.of(request.num_prompt_tokens - request.num_cached_tokens, length)
-            lane.share.charge(spec.tenant, actual - charged)
-            tenant.share.charge(key, actual - charged)
+            self._charge(request, actual - charged)
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
         """Close the accounts of a request if it was the last one of its job or tenant."""
-        spec = request.spec
-        lane = self._lanes[spec.lane]
-        tenant, key = lane.tenants[spec.tenant], self._job_key(request)
+        lane, tenant, key = self._accounts(request)
         tenant.share.leave(key)
         if not tenant.share.is_active(key):
             del tenant.jobs[key]
-        lane.share.leave(spec.tenant)
-        if not lane.share.is_active(spec.tenant):
-            del lane.tenants[spec.tenant]
+        lane.share.leave(request.spec.tenant)
+        if not lane.share.is_active(request.spec.tenant):
+            del lane.tenants[request.spec.tenant]
 
     def candidates(self) -> Iterator[Request]:
         """Yield requests in the order of admission. The queue must not change meanwhile."""
-        floors = self._floors.copy()
+        owed = self._owed.copy()
         walks = {name: _LaneWalk(self, queue) for name, queue in self._lanes.items() if len(queue)}
         while walks:
-            chosen = floors.choose((name, walk.cost) for name, walk in walks.items())
+            chosen = _next_lane(owed, ((name, walk.cost) for name, walk in walks.items()))
             walk = walks[chosen]
             cost = walk.cost
             yield walk.take()
             if not walk:
                 del walks[chosen]
-            floors.charge(chosen, cost, walks)
+            _pay_lane(owed, chosen, cost, walks)
 
     def _job_key(self, request: Request) -> str:
         return request.spec.job if self._policy == "psm" else ""
 
-    def _cost(self, request: Request, job: _Job) -> float:
+    def _cost(self, request: Request, job: JobQueue) -> float:
         """Return the expected cost of a request."""
         output = min(job.mean_output, request.spec.sampling.max_tokens)
         return self._costs.of(len(request.token_ids), output)
@@ -485,12 +471,12 @@ class _LaneWalk:
     def _jobs_of(self, name: str) -> FairWalk:
         if name not in self._jobs:
             tenant = self._lane.tenants[name]
-            self._jobs[name] = FairWalk(tenant.share, (k for k, job in tenant.jobs.items() if len(job.queue)))
+            self._jobs[name] = FairWalk(tenant.share, (k for k, job in tenant.jobs.items() if len(job)))
         return self._jobs[name]
 
     def _next_of(self, name: str, key: str) -> Request | None:
         walk = self._requests.get((name, key))
         if walk is None:
             tenant = self._lane.tenants[name]
-            walk = self._requests[name, key] = tenant.jobs[key].queue.candidates(tenant.last)
+            walk = self._requests[name, key] = tenant.jobs[key].candidates(tenant.last)
         return next(walk, None)

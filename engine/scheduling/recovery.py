@@ -1,9 +1,9 @@
 """Recovery after a failed step: runs the canary, then tries the suspects in steps of their own.
 
 A request ends only if it is proven guilty, or if it is online and has waited too long for an engine that fails at any
-work. This module joins `Blame` and `Canary` with the core's requests. After a failure only the canary may run until it
-passes. Then trials of suspects alternate with ordinary steps of all other requests, so that unaffected streams
-continue.
+work. `FaultRecovery` joins `Blame` with the core's requests and the canary, a test request. After a failure only the
+canary may run until it passes. Then trials of suspects alternate with ordinary steps of all other requests, so that
+unaffected streams continue.
 
 `Blame` is a pure state machine over request ids and token counts. A single failed step proves nothing. Its requests
 become suspects and run again in separate steps, in halves, until one runs alone. A suspect that passes the position at
@@ -146,6 +146,13 @@ PATIENCE = 30.0
 RETRY_AFTER = 2.0
 
 
+CANARY_ID = "canary"
+SICK_AFTER = 2
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 1.0
+"""Maximum seconds between two canary runs; the pause starts at FIRST_PAUSE and doubles."""
+
+
 class StepTurn(NamedTuple):
     """Content of the next step: only `requests`, or with None all requests that are not quarantined.
 
@@ -167,35 +174,37 @@ ORDINARY = (StepTurn(),)
 
 
 class FaultRecovery:
-    """Decide which requests may run after a failure."""
+    """Decide which requests may run after a failure.
 
-    def __init__(self, state: SchedulerState, blame: Blame) -> None:
+    Attributes:
+        sick_since: Time since which the engine has been failing at any work, or None.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.sick_since: float | None = None
         self._state = state
         self._requests = state.requests
-        self._blame = blame
-        self._canary = Canary()
+        self._blame = Blame()
+        self._canary_due: float | None = None  # no other request may run until the canary, from then on, has passed
+        self._first_failure = 0.0
+        self._num_failures, self._pause = 0, FIRST_PAUSE  # of the canary in a row
         self._trial_first = False
         self._force = False
 
     @property
     def active(self) -> bool:
         """Return whether the canary must run or a suspect exists."""
-        return self._canary.wanted or bool(self._blame.suspects)
-
-    @property
-    def sick_since(self) -> float | None:
-        """Return the time since which the engine has been failing at any work, or None."""
-        return self._canary.sick_since
+        return self._canary_due is not None or bool(self._blame.suspects)
 
     @property
     def retry_at(self) -> float | None:
         """Return the time at which a step may become possible without another event, or None."""
-        return self._canary.due if self._canary.wanted else self._blame.retry_at
+        return self._blame.retry_at if self._canary_due is None else self._canary_due
 
     def turns(self, now: float) -> Sequence[StepTurn]:
         """Return the possible contents of the next step, most preferred first."""
-        if self._canary.wanted:
-            return (StepTurn((self._canary_request(now),), force=True),) if now >= self._canary.due else ()
+        if self._canary_due is not None:
+            return (StepTurn((self._canary_request(now),), force=True),) if now >= self._canary_due else ()
         group = [self._requests[request_id] for request_id in self._blame.on_trial(now)]
         if not group:
             return ORDINARY
@@ -219,7 +228,7 @@ class FaultRecovery:
             if not request.quarantined:
                 self._state.quarantine(request)
         self._blame.failed({request.request_id: num_tokens for request, num_tokens in step})
-        self._canary.ask(now)
+        self._canary_due = self._first_failure = now
         return []
 
     def suspect(self, place: ReachedPoint) -> None:
@@ -237,7 +246,8 @@ class FaultRecovery:
 
     def canary_passed(self, now: float) -> list[Ending]:
         """Record that the canary has its tokens. Return the requests that end."""
-        self._canary.passed()
+        self._canary_due = self.sick_since = None
+        self._num_failures, self._pause = 0, FIRST_PAUSE
         guilty = self._blame.judge(now)
         if guilty is None:
             return []
@@ -249,15 +259,20 @@ class FaultRecovery:
         self._blame.forget(request.request_id)
 
     def _canary_failed(self, now: float) -> list[Ending]:
+        """Record that the canary failed. From `SICK_AFTER` failures on, its next run waits for a growing pause."""
         self._acquit(self._blame.clear())
-        self._canary.failed(now)
+        self._num_failures += 1
+        if self._num_failures >= SICK_AFTER:
+            self.sick_since = self._first_failure
+            self._canary_due = now + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return list(self._out_of_patience(now))
 
     def _out_of_patience(self, now: float) -> Iterable[Ending]:
         """Yield the online requests that have waited too long for a failing engine."""
-        if self._canary.sick_since is None:
+        if self.sick_since is None:
             return
-        limit, since = self._state.objective.ttft, self._canary.sick_since
+        limit, since = self._state.objective.ttft, self.sick_since
         limit = limit if math.isfinite(limit) else PATIENCE
         for request in self._requests.values():
             if request.request_class is RequestClass.OFFLINE or request.request_id == CANARY_ID:
@@ -284,51 +299,8 @@ class FaultRecovery:
         return request
 
 
-CANARY_ID = "canary"
-SICK_AFTER = 2
-FIRST_PAUSE = 0.05
-LONGEST_PAUSE = 1.0
-"""Maximum seconds between two canary runs; the pause starts at FIRST_PAUSE and doubles."""
-
-
 def canary_request(max_model_len: int) -> EngineRequest:
     """Return the canary: a prefill and a decode. Its own cache salt keeps the prefix cache from skipping the work."""
     length = max(1, min(8, max_model_len - 2))
     sampling = SamplingParams(max_tokens=2, temperature=0.0)
     return EngineRequest(CANARY_ID, tuple(range(length)), sampling, cache_salt=b"canary", probe=True)
-
-
-class Canary:
-    """State of the test request that shows whether the engine works.
-
-    Attributes:
-        wanted: A step failed; no other request may run until the canary has passed.
-        due: Earliest time of the next canary run.
-        sick_since: Time since which the engine has been failing at any work, or None.
-    """
-
-    def __init__(self) -> None:
-        self.wanted = False
-        self.due = 0.0
-        self.sick_since: float | None = None
-        self._failures = 0
-        self._pause = FIRST_PAUSE
-        self._first_failure = 0.0
-
-    def ask(self, now: float) -> None:
-        """Request a canary run after a step that failed at `now`."""
-        self.wanted = True
-        self.due = self._first_failure = now
-
-    def failed(self, now: float) -> None:
-        """Record that the canary failed. From `SICK_AFTER` failures on, the next run waits for a growing pause."""
-        self._failures += 1
-        if self._failures >= SICK_AFTER:
-            self.sick_since = self._first_failure
-            self.due = now + self._pause
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-
-    def passed(self) -> None:
-        self.wanted = False
-        self.sick_since = None
-        self._failures, self._pause = 0, FIRST_PAUSE

@@ -1,16 +1,16 @@
 """Applies a step's result to its requests: progress, new tokens, the end of a request; handles failed steps.
 
-A request that ended or was rewound while the step ran gets nothing. `StepFailures` rewinds the requests of a failed
-step and ends those at fault, which `engine.scheduling.recovery` finds.
+A request that ended or was rewound while the step ran gets nothing. The requests of a failed step are rewound, and
+those at fault, which `engine.scheduling.recovery` finds, end.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
+from engine.api import EngineRequest, FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
 from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
-from engine.scheduling.admission import Admission
+from engine.scheduling.admission import note_end
 from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN, Chunk, ModelRunnerOutput
 from engine.scheduling.recovery import CANARY_ID, Ending, FaultRecovery
 from engine.scheduling.state import InFlight, SchedulerState
@@ -25,12 +25,16 @@ NO_TOKEN = -4
 
 
 class Results:
-    """Apply step results and end requests."""
+    """Apply step results and end requests.
 
-    def __init__(self, state: SchedulerState, admission: Admission, recovery: FaultRecovery) -> None:
+    Attributes:
+        undone_through: Steps up to this id were built on a failed step; their results and errors are ignored.
+    """
+
+    def __init__(self, state: SchedulerState, recovery: FaultRecovery) -> None:
+        self.undone_through = -1
         self._state = state
         self._counters = state.counters
-        self._admission = admission
         self._recovery = recovery
 
     def finish(
@@ -52,27 +56,13 @@ class Results:
         if request.quarantined:
             self._recovery.forget(request)
         else:
-            self._admission.note_end(request)
+            note_end(self._state, request)
         del self._state.requests[request.request_id]
         request.times = request.times._replace(finished=now)
         if request.final_only:
             token_ids = request.emit()
-        return RequestOutput(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            times=request.times,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            error=None if error is None else ErrorInfo.of(error),
-            num_preemptions=request.num_preemptions,
-            request_class=request.spec.request_class,
-            beside_offline=request.beside_offline,
-            probe=request.spec.probe,
-        )
+        info = None if error is None else ErrorInfo.of(error)
+        return _output_of(request, token_ids, logprobs, reason, stop_token_id, info)
 
     def take_in(self, flight: InFlight, result: ModelRunnerOutput, now: float) -> list[RequestOutput]:
         """Apply the result of a step. Return the outputs of its requests."""
@@ -108,7 +98,7 @@ class Results:
                 decodes += 1
                 offline += spec.request_class is offline_class
             else:
-                self._counters.count(chunk, spec)
+                self._count(chunk, spec)
             stops, size = spec.sampling.stop_token_ids, len(known)
             if size < request.emit_after and token not in stops:
                 known.append(token)
@@ -218,11 +208,23 @@ class Results:
             request.num_computed_tokens = request.num_confirmed_tokens = last
 
     def _confirm_progress(self, request: Request, chunk: Chunk) -> None:
-        self._counters.count(chunk, request.spec)
+        self._count(chunk, request.spec)
         if request.status is not RequestStatus.RUNNING:
             return  # preempted meanwhile: the token counts, but the cache is gone
         request.num_confirmed_tokens = chunk.start + chunk.length
         self._state.cache.publish(request)
+
+    def _count(self, chunk: Chunk, request: EngineRequest) -> None:
+        """Count a computed chunk of a request."""
+        counters, is_offline = self._counters, request.request_class is RequestClass.OFFLINE
+        if request.probe:
+            counters.probe_tokens += chunk.length
+        elif chunk.length == 1 and chunk.sample:
+            counters.decode_tokens += 1
+            counters.offline_decode_tokens += is_offline
+        else:
+            counters.prefill_tokens += chunk.length
+            counters.offline_prefill_tokens += chunk.length * is_offline
 
     def _append_forced(
         self, request: Request, output: RequestOutput, run: tuple[int, ...], now: float
@@ -264,21 +266,7 @@ class Results:
             return self.finish(request, FinishReason.STOP, now, (token,), logprobs, stop_token_id=token)
         if num_output >= sampling.max_tokens:
             return self.finish(request, FinishReason.LENGTH, now, (token,), logprobs)
-        spec = request.spec
-        new = request.emit(EMITTED_TOGETHER) if request.final_only else (token,)
-        return RequestOutput(
-            request_id=spec.request_id,
-            token_ids=new,
-            logprobs=logprobs,
-            times=request.times,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=num_output,
-            num_preemptions=request.num_preemptions,
-            request_class=spec.request_class,
-            beside_offline=request.beside_offline,
-            probe=spec.probe,
-        )
+        return _output_of(request, request.emit(EMITTED_TOGETHER) if request.final_only else (token,), logprobs)
 
     def distrusts(self, flight: InFlight, result: ModelRunnerOutput) -> bool:
         """Return whether logits of the step were not finite.
@@ -296,33 +284,6 @@ class Results:
             self._state.cache.withdraw(request)
         return bool(bad)
 
-    def _fail_grammar(self, request: Request, now: float) -> RequestOutput:
-        """End only this request, because nothing continues its answer within the limits of its grammar."""
-        grammar = request.spec.sampling.grammar
-        message = "The grammar cannot continue this answer: it grew too complex, or no text completes it."
-        error = InvalidRequestError(message, param=grammar.param if grammar else None)
-        return self.finish(request, FinishReason.ERROR, now, error=error)
-
-
-def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Return one output for two outputs of a request in a step."""
-    logprobs = None if second.logprobs is None else (*(first.logprobs or ()), *second.logprobs)
-    return second._replace(token_ids=(*first.token_ids, *second.token_ids), logprobs=logprobs)
-
-
-class StepFailures:
-    """Handle step failures.
-
-    Attributes:
-        undone_through: Steps up to this id were built on a failed step; their results and errors are ignored.
-    """
-
-    def __init__(self, state: SchedulerState, recovery: FaultRecovery, results: Results) -> None:
-        self.undone_through = -1
-        self._state = state
-        self._recovery = recovery
-        self._finish = results.finish
-
     def passed(self, flight: InFlight, outputs: list[RequestOutput], now: float) -> Iterator[RequestOutput]:
         """Handle a completed step while suspects or the canary exist. Outputs of the canary are not passed on."""
         self._recovery.passed(flight.reached())
@@ -334,14 +295,14 @@ class StepFailures:
 
     def failed(self, flight: InFlight, now: float) -> Iterator[RequestOutput]:
         """Rewind a failed step and the steps behind it. Yield the outputs of requests that end because of it."""
-        self._state.counters.failed_steps += 1
+        self._counters.failed_steps += 1
         step = flight.reached()
         self._rewind(flight)
         yield from self._end(self._recovery.failed(step, now), now)
 
     def _end(self, endings: list[Ending], now: float) -> Iterator[RequestOutput]:
         for request, error in endings:
-            yield self._finish(request, FinishReason.ERROR, now, error=error)
+            yield self.finish(request, FinishReason.ERROR, now, error=error)
 
     def _rewind(self, flight: InFlight) -> None:
         """Undo a failed step and the steps in flight behind it, which were built on its tokens.
@@ -365,3 +326,32 @@ class StepFailures:
             self._state.rewind(request)
         else:
             self._state.cache.parked.forget(request)
+
+    def _fail_grammar(self, request: Request, now: float) -> RequestOutput:
+        """End only this request, because nothing continues its answer within the limits of its grammar."""
+        grammar = request.spec.sampling.grammar
+        message = "The grammar cannot continue this answer: it grew too complex, or no text completes it."
+        error = InvalidRequestError(message, param=grammar.param if grammar else None)
+        return self.finish(request, FinishReason.ERROR, now, error=error)
+
+
+def _output_of(
+    request: Request,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...] | None = None,
+    reason: FinishReason | None = None,
+    stop_token_id: int | None = None,
+    error: ErrorInfo | None = None,
+) -> RequestOutput:
+    """Return an output with the request's counts and times."""
+    return RequestOutput(
+        request.request_id, token_ids, logprobs, request.times, request.num_prompt_tokens, request.num_cached_tokens,
+        request.num_output_tokens, reason, stop_token_id, error, request.num_preemptions, request.request_class,
+        request.beside_offline, probe=request.spec.probe,
+    )  # fmt: skip
+
+
+def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Return one output for two outputs of a request in a step."""
+    logprobs = None if second.logprobs is None else (*(first.logprobs or ()), *second.logprobs)
+    return second._replace(token_ids=(*first.token_ids, *second.token_ids), logprobs=logprobs)

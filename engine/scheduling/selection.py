@@ -21,17 +21,18 @@ guarantees half of the optimum; and remaining units are filled with compact form
 """
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from engine.api import RequestClass
 from engine.arrays import BoolArray, FloatArray, IntArray
 from engine.cache.blocks import COMPACT, CacheKind, count_units
 from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
+from engine.scheduling.state import SchedulerState
 from engine.scheduling.waiting import Start, columns_of
 from predictor.budget import DEFAULT_CLASS, Promise
 from predictor.features import BatchFeatures, LatencyPredictor
@@ -200,40 +201,29 @@ GRAIN = 16
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Inputs of the selection.
+    """Inputs of the selection, beside the state.
 
     Attributes:
-        running: Running online requests.
         capacity: Device units available to online requests.
         compact_blocks: Further blocks that may run from hidden state; 0 if the model does not support it.
         rho: Seconds that the tokens of one KV unit, run from hidden state, add to all steps together.
-        ttft: Limit in seconds; infinite if none is set.
-        tbt: Limit in seconds; infinite if none is set.
-        promised: Some requests have a promise of their own.
     """
 
+    state: SchedulerState
     now: float
-    running: Sequence[Request]
     capacity: int
-    block_size: int
     compact_blocks: int = 0
     rho: float = 0.0
-    ttft: float = math.inf
-    tbt: float = math.inf
-    promised: bool = False
-    model: LatencyPredictor | None = None
-    max_chunk: int = 512
-    most_blocks: int = sys.maxsize
 
     def promise_to(self, request: Request) -> Promise:
         """Return the latency promised to a request, that of the default class if it has none of its own."""
-        return request.spec.promise or Promise(DEFAULT_CLASS, self.ttft, self.tbt)
+        return request.spec.promise or Promise(DEFAULT_CLASS, self.state.objective.ttft, self.state.objective.tbt)
 
     def less(self, starts: Iterable[Start]) -> "Pressure":
         """Return the pressure after these requests have started."""
         units = compact = 0
         for request, kind, _ in starts:
-            blocks = min(len(request.token_ids) // self.block_size + 1, self.most_blocks)
+            blocks = request.num_blocks(self.state.config.block_size)
             units += blocks * kind.form.units
             compact += blocks * (kind is COMPACT)
         return replace(self, capacity=self.capacity - units, compact_blocks=self.compact_blocks - compact)
@@ -248,7 +238,7 @@ def select_apt(waiting: Sequence[Request], pressure: Pressure, tail: float = DEF
 
 def select_goodput(waiting: Sequence[Request], pressure: Pressure, tail: float = DEFAULT_TAIL) -> list[Start]:
     """Select with one point per request that meets its SLO if started now; a late one counts by `tail`."""
-    unit = ttft_unit(pressure.ttft)
+    unit = ttft_unit(pressure.state.objective.ttft)
     queue = _transposed(waiting, pressure)
     savable = _savable(queue, pressure)
     values = goodput_values(queue.pending, savable, unit, tail)
@@ -280,13 +270,13 @@ class _Queue(NamedTuple):
 
 def _transposed(waiting: Sequence[Request], pressure: Pressure) -> _Queue:
     columns = columns_of(waiting)
-    pending = pressure.now - columns.arrivals
-    kv = np.minimum(columns.lengths // pressure.block_size + 1, pressure.most_blocks) * UNITS_PER_BLOCK
+    state, pending = pressure.state, pressure.now - columns.arrivals
+    kv = np.minimum(columns.lengths // state.config.block_size + 1, state.config.most_blocks) * UNITS_PER_BLOCK
     compact = kv // KV_PER_COMPACT if pressure.compact_blocks > 0 else np.zeros_like(kv)
     began = np.flatnonzero(columns.began).tolist()
-    slack, hopeful = pressure.ttft - pending, pending <= pressure.ttft
+    slack, hopeful = state.objective.ttft - pending, pending <= state.objective.ttft
     queue = _Queue(waiting, pending, slack, hopeful, kv, compact, columns.missing.copy(), began)
-    for index, request in enumerate(waiting) if pressure.promised else ():
+    for index, request in enumerate(waiting) if state.promised else ():
         if request.spec.promise is not None:
             slack[index] = request.spec.promise.start - pending[index]
             hopeful[index] = slack[index] >= 0.0
@@ -297,14 +287,14 @@ def _transposed(waiting: Sequence[Request], pressure: Pressure) -> _Queue:
 
 def _correct(queue: _Queue, index: int, request: Request, pressure: Pressure) -> None:
     """Fill in the row of a request that has run before."""
-    times, length, cache_map = request.times, len(request.token_ids), request.cache_map
+    times, cache_map = request.times, request.cache_map
     queue.pending[index] = pending = pending_time(pressure.now, times.arrival, times.last_token)
     queue.hopeful[index] = hope = _has_hope(request, pressure)
     promise = pressure.promise_to(request)
     limit = promise.start if times.last_token is None else promise.tbt
     queue.slack[index] = limit - pending if hope else -math.inf
-    queue.missing[index] = max(1, length - cache_map.num_parked_tokens)
-    blocks = min(length // pressure.block_size + 1, pressure.most_blocks)
+    queue.missing[index] = max(1, len(request.token_ids) - cache_map.num_parked_tokens)
+    blocks = request.num_blocks(pressure.state.config.block_size)
     queue.kv[index] = blocks * UNITS_PER_BLOCK
     if cache_map.blocks:
         missing = (blocks - len(cache_map.blocks)) * cache_map.kind.form.units
@@ -321,13 +311,12 @@ def _has_hope(request: Request, pressure: Pressure) -> bool:
 
 def _savable(queue: _Queue, pressure: Pressure) -> BoolArray:
     """Return which requests would get their next token in time, by the latency model, if they ran from now on."""
-    model = pressure.model
+    model, running = pressure.state.model, pressure.state.running[RequestClass.ONLINE]
     if model is None or not len(queue.requests):
         return queue.hopeful
     beside = BatchFeatures(model.reach)
-    contexts = model.reach.contexts([request.num_computed_tokens for request in pressure.running])
-    beside.add_decodes(len(pressure.running), contexts)
-    base, chunk = model.predict(beside), pressure.max_chunk
+    beside.add_decodes(len(running), model.reach.contexts([request.num_computed_tokens for request in running]))
+    base, chunk = model.predict(beside), pressure.state.config.max_num_batched_tokens
     grains = queue.missing // GRAIN
     seconds = np.full(int(grains.max()) + 1, math.inf)
     for grain in np.flatnonzero(np.bincount(grains[queue.hopeful])).tolist():
@@ -350,7 +339,8 @@ def _chosen(
     indices = _in_reach(queue.kv, savable, pressure.capacity) if tail == 0.0 else np.arange(len(values))
     columns = Columns(values[indices], queue.kv[indices], np.where(savable, queue.compact, 0)[indices])
     # At least 1: compact form must cost something even if no request can meet its SLO any more.
-    live = max(1, int(savable.sum()) + sum([_has_hope(request, pressure) for request in pressure.running]))
+    running = pressure.state.running[RequestClass.ONLINE]
+    live = max(1, int(savable.sum()) + sum([_has_hope(request, pressure) for request in running]))
     selection: Selection = choose(columns, pressure.capacity, live=live, rho=rho)
     if sum(int(columns.compact[index]) for index in selection.compact) > pressure.compact_blocks:
         # The best compact candidates keep the scratch area; the others compete again with KV only.

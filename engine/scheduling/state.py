@@ -8,18 +8,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from engine.api import EngineRequest, RequestClass
-from engine.cache.cache import Cache, StateStore
+from engine.api import Counters, RequestClass
+from engine.cache.cache import Cache
 from engine.limits import UNITS_PER_BLOCK, QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
 from engine.scheduling.fair_share import OnlineShare
 from engine.scheduling.objective import EASY_SHARE, StepObjective, token_costs
-from engine.scheduling.output import Chunk, SchedulerOutput
+from engine.scheduling.output import SchedulerOutput
 from engine.scheduling.queues import OfflineQueue
-from engine.scheduling.waiting import Order, QueueContext, Start, WaitingQueue, fcfs, insert_by_age, remove_by_age
+from engine.scheduling.waiting import Start, WaitingQueue, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
+
+if TYPE_CHECKING:  # the engine supplies them
+    from engine.cache.snapshots import Snapshots
+    from engine.scheduling.speculation import Speculation
 
 
 class ReachedPoint(NamedTuple):
@@ -63,52 +67,13 @@ class InFlight:
         ]
 
 
-@dataclass(slots=True)
-class Counters:
-    """Counters named as in `EngineStats`; they never decrease. Times in seconds."""
-
-    steps: int = 0
-    failed_steps: int = 0
-    stalls: int = 0
-    refused_requests: int = 0
-    step_seconds: float = 0.0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    forced_tokens: int = 0
-    offline_prefill_tokens: int = 0
-    offline_decode_tokens: int = 0
-    probe_tokens: int = 0
-    predicted_seconds: float = 0.0
-    preemptions: dict[str, int] = field(default_factory=dict)
-    knapsack: dict[str, int] = field(default_factory=lambda: {"kv": 0, "compact": 0, "passed_over": 0})
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prefix_host_hit_tokens: int = 0
-    leftover_seconds: float = 0.0
-    leftover_used_seconds: float = 0.0
-
-    def count(self, chunk: Chunk, request: EngineRequest) -> None:
-        """Count a computed chunk of a request."""
-        if request.probe:
-            self.probe_tokens += chunk.length
-            return
-        is_offline = request.request_class is RequestClass.OFFLINE
-        if chunk.length == 1 and chunk.sample:
-            self.decode_tokens += 1
-            self.offline_decode_tokens += is_offline
-        else:
-            self.prefill_tokens += chunk.length
-            self.offline_prefill_tokens += chunk.length * is_offline
-
-
 MAX_BACK_OFF = 64.0
 """Longest time, in seconds, that a preempted offline request must wait before it starts beside online work."""
 
 
+Order = Callable[["SchedulerState", float], list[Request]]
 Select = Callable[["SchedulerState", float], list[Start] | None]
-"""Takes the state and the time."""
+"""Both take the state and the time."""
 
 
 def _always(*_: object) -> bool:
@@ -120,7 +85,7 @@ class OnlinePolicy:
     """One online policy.
 
     Attributes:
-        order: Sort the waiting requests, given by arrival, best first.
+        order: Sort the waiting online requests, best first. None: by arrival.
         admits: Whether a request may start now.
         admits_late: Whether a request that has missed its TTFT objective may start.
         scans_past: Whether admission continues behind a request that could not start.
@@ -130,30 +95,16 @@ class OnlinePolicy:
         by_laxity: Prompts that can still meet the objective go first; while memory lasts they also start first.
     """
 
-    order: Order
-    admits: Callable[[Request, QueueContext], bool] = _always
+    order: "Order | None" = None
+    admits: Callable[["SchedulerState", Request], bool] = _always
     admits_late: Callable[["SchedulerState", Request], bool] = _always
     scans_past: bool = False
     select: Select | None = None
-    running_order: Callable[["SchedulerState", float], list[Request]] | None = None
+    running_order: "Order | None" = None
     by_laxity: bool = False
 
 
-FCFS = OnlinePolicy(fcfs)
-
-
-class Drafter(Protocol):
-    """Source of drafted tokens; see `engine.scheduling.speculation.Speculation`."""
-
-    def add(self, step: Any, decodes: Sequence[Request], limit: float, /) -> None: ...
-
-    def is_promising(self, decodes: Sequence[Request], /) -> bool: ...
-
-    def judge(self, request: Request, accepted: int, /) -> None: ...
-
-    def end(self, request: Request, *, completed: bool) -> None: ...
-
-    def catch_up(self) -> bool: ...
+FCFS = OnlinePolicy()
 
 
 class SchedulerState:
@@ -182,7 +133,7 @@ class SchedulerState:
         offline_policy: str,
         model: LatencyPredictor | None,
         objective: StepObjective,
-        snapshots: StateStore | None,
+        snapshots: "Snapshots | None",
     ) -> None:
         self.config = config
         self.online_policy = online_policy
@@ -211,8 +162,8 @@ class SchedulerState:
         self.mean_prompt = self.mean_output = 0.0
         self.num_prompts = self.num_answers = 0
         self.queue_time = QueueTime.parse(config.max_queue_time)
-        self.counters = Counters()
-        self.speculation: Drafter | None = None
+        self.counters = Counters(knapsack={"kv": 0, "compact": 0, "passed_over": 0})
+        self.speculation: Speculation | None = None
 
     def make_offline_queue(self) -> OfflineQueue:
         costs = token_costs(self.model, self.config)

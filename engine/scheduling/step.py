@@ -31,13 +31,12 @@ Offline steps pause on an idle server (`OfflineRest`).
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 from engine.api import RequestClass
 from engine.cache.blocks import CacheKind
 from engine.request import Request, RequestStatus, due
-from engine.scheduling.admission import let_in, order_tenants
+from engine.scheduling.admission import let_in, order_online
 from engine.scheduling.objective import StepObjective
 from engine.scheduling.offline import OfflineFill, OfflinePlan
 from engine.scheduling.output import ReplacedEntry
@@ -55,7 +54,7 @@ from engine.scheduling.urgency import (
     urgent_slack,
     uses_laxity,
 )
-from engine.scheduling.waiting import QueueContext, Start, WaitingQueue, by_age
+from engine.scheduling.waiting import Start
 from predictor.features import CacheWork
 
 BEHIND_EVERY = 8
@@ -103,7 +102,6 @@ class PromptFill:
         self._allocation.prompts = list(prompts)
         if math.isfinite(self.time_limit):
             self.time_limit *= prompt_share(self._state, self._step.pace, self._step.now)
-        context = _queue_context(self._state, self._step.now)
         for request in first:
             may_start = self._ledger.open and self._step.may_start(request)
             if not (may_start and self._admit(request, CacheKind.KV)):
@@ -113,15 +111,15 @@ class PromptFill:
         if starts:
             starts = [start for start in starts if start.request not in first]
         chosen = None if starts is None else {start.request: start for start in starts}
-        order = self._order(prompts, starts, context)
+        order = self._order(prompts, starts)
         head = order.behind[0] if order.urgent and order.behind else None
         if head is not None and self._goes_first(head, order.urgent):
-            self._add_prompt(head, context, chosen)
+            self._add_prompt(head, chosen)
         for group in order:
             for request in group:
                 if request is head and group is order.urgent:
                     continue  # its floor chunk follows the other urgent prompts
-                if not self._ledger.open or not self._add_prompt(request, context, chosen):
+                if not self._ledger.open or not self._add_prompt(request, chosen):
                     break  # no further request of this group may start
             self._reserve = _Reserve()
         for request in prompts:
@@ -143,25 +141,22 @@ class PromptFill:
                 ledger.charge_cache_work(CacheWork(-restored, restored))
                 wanted -= restored
 
-    def _add_prompt(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
+    def _add_prompt(self, request: Request, chosen: dict[Request, Start] | None) -> bool:
         """Continue or start a prompt. Return whether the next prompt in the order may be tried."""
         if request.status is RequestStatus.RUNNING:
             self._continue(request)
             return True
-        return self._start_waiting(request, context, chosen)
+        return self._start_waiting(request, chosen)
 
-    def _order(self, prompts: list[Request], starts: list[Start] | None, context: QueueContext) -> PromptOrder:
+    def _order(self, prompts: list[Request], starts: list[Start] | None) -> PromptOrder:
         state, policy = self._state, self._state.online_policy
         waiting: Sequence[Request] = state.waiting_online if starts is None else [start.request for start in starts]
         if starts is None and not self._num_rows():
             waiting = []
-        shared = state.online_share.is_contested
         if not uses_laxity(state) or len(prompts) + len(waiting) < 2:
-            ordered = policy.order(waiting, context) if starts is None else waiting
-            if not shared:
-                return PromptOrder((), [*prompts, *ordered])
-            merged = order_tenants(ordered, state.online_share, None, lambda group, _: PromptOrder((), group)).urgent
-            return PromptOrder(chain(prompts, merged), ())
+            if waiting and starts is None and policy.order is not None:
+                waiting = policy.order(state, self._step.now)
+            return order_online(prompts, waiting, state.online_share, None, None)
         rank = {} if starts is None else {start.request: index for index, start in enumerate(starts)}
 
         def by_urgency(requests: list[Request], pace: PrefillPace | None) -> PromptOrder:
@@ -170,15 +165,7 @@ class PromptFill:
                 return order
             return PromptOrder(order.urgent, sorted(order.behind, key=lambda request: rank.get(request, -1)))
 
-        both = (
-            waiting.with_others(prompts)
-            if isinstance(waiting, WaitingQueue)
-            else sorted([*prompts, *waiting], key=by_age)
-        )
-        pace = self._step.pace
-        if shared:
-            return order_tenants(both, state.online_share, pace, by_urgency)
-        return by_urgency(both, pace)
+        return order_online(prompts, waiting, state.online_share, self._step.pace, by_urgency)
 
     def _num_rows(self) -> int:
         """Return the rows that online requests could get, those of offline requests included."""
@@ -227,7 +214,7 @@ class PromptFill:
         if length and self._step.advance(request, length):
             self._added(request)
 
-    def _start_waiting(self, request: Request, context: QueueContext, chosen: dict[Request, Start] | None) -> bool:
+    def _start_waiting(self, request: Request, chosen: dict[Request, Start] | None) -> bool:
         """Try to start a waiting request. Return whether the next one may be tried."""
         may_start, policy = self._step.may_start(request), self._state.online_policy
         if chosen is not None:
@@ -239,7 +226,7 @@ class PromptFill:
             return False
         if self._state.objective.is_late(request, self._step.now) and not policy.admits_late(self._state, request):
             return True  # late requests leave room for those that can still meet the SLO
-        if policy.admits(request, context) and self._admit(request, CacheKind.KV):
+        if policy.admits(self._state, request) and self._admit(request, CacheKind.KV):
             return True
         # With several tenants none is skipped: requests of another tenant would take the room again and again.
         passes = policy.scans_past and not self._state.online_share.is_contested
@@ -283,19 +270,6 @@ class PromptFill:
         if ledger.model is None or math.isinf(limit):
             return config.min_prefill_chunk
         return floor_chunk(ledger.model, ledger.features, limit, config, start)
-
-
-def _queue_context(state: SchedulerState, now: float) -> QueueContext:
-    """Return the facts available to the online policy in a step decided at `now`."""
-    return QueueContext(
-        now=now,
-        num_waiting=len(state.waiting_online),
-        running=state.running[RequestClass.ONLINE],
-        num_units=state.pool.num_units,
-        block_size=state.config.block_size,
-        seed=state.config.seed,
-        most_blocks=state.config.most_blocks,
-    )
 
 
 class StepBuilder:
@@ -398,7 +372,7 @@ def build_next(state: SchedulerState, recovery: FaultRecovery, plan: OfflinePlan
             return step
     if not turns or state.in_flight:
         return None
-    return LastResortBuilder(StepPlan(state, now)).build(with_offline=plan is not None)
+    return last_resort(StepPlan(state, now), with_offline=plan is not None)
 
 
 class TrialBuilder:
@@ -466,50 +440,44 @@ class TrialBuilder:
         return bool(self._state.free_rows) and 0 < missing <= pool.num_deferred_units
 
 
-class LastResortBuilder:
-    """Build a step with one request's next token, or with a floor chunk of its prompt."""
+def last_resort(step: StepPlan, *, with_offline: bool) -> InFlight | None:
+    """Return a step with one request's next token, or with a floor chunk of its prompt; None if no request can run.
 
-    def __init__(self, step: StepPlan) -> None:
-        self._step = step
-        self._state = step.state
+    `with_offline`: offline requests may be chosen.
+    """
+    request = _next_alone(step.state, with_offline)
+    if request is None:
+        return None
+    victims = iter(_others(step.state, request))
+    while not _run_alone(step, request):
+        victim = next(victims, None)
+        if victim is None:
+            step.state.cache.parked.forget_all()
+            _run_alone(step, request)
+            break
+        step.state.preempt(victim, "stall", step.now)
+    return step.finish()
 
-    def build(self, with_offline: bool) -> InFlight | None:
-        """Return the step, or None if no request can run. `with_offline`: offline requests may be chosen."""
-        request = self._next(with_offline)
-        if request is None:
-            return None
-        victims = iter(_others(self._state, request))
-        while not self._run(request):
-            victim = next(victims, None)
-            if victim is None:
-                self._state.cache.parked.forget_all()
-                self._run(request)
-                break
-            self._state.preempt(victim, "stall", self._step.now)
-        return self._step.finish()
 
-    def _next(self, with_offline: bool) -> Request | None:
-        state = self._state
-        for online in (state.running[RequestClass.ONLINE], state.waiting_online):
-            if online:
-                return online[0]
-        if not with_offline:
-            return None
-        running = min(state.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane, default=None)
-        return running or next(state.waiting_offline.candidates(), None)
+def _next_alone(state: SchedulerState, with_offline: bool) -> Request | None:
+    for online in (state.running[RequestClass.ONLINE], state.waiting_online):
+        if online:
+            return online[0]
+    if not with_offline:
+        return None
+    running = min(state.running[RequestClass.OFFLINE], key=lambda r: r.spec.lane, default=None)
+    return running or next(state.waiting_offline.candidates(), None)
 
-    def _run(self, request: Request) -> bool:
-        """Add the request if the free units suffice. Return whether it is in the step."""
-        if request.status is not RequestStatus.RUNNING:
-            return self._step.admit(request, self._length)
-        start = request.num_computed_tokens
-        length = self._step.allocation.grow_alone(request, self._length(start, request.num_pending_tokens))
-        if length:
-            self._step.charge_and_add(request, length)
-        return length > 0
 
-    def _length(self, _start: int, wanted: int) -> int:
-        return min(wanted, self._step.ledger.tokens_left, self._state.config.min_prefill_chunk)
+def _run_alone(step: StepPlan, request: Request) -> bool:
+    """Add the request if the free units suffice. Return whether it is in the step."""
+    most = min(step.ledger.tokens_left, step.state.config.min_prefill_chunk)
+    if request.status is not RequestStatus.RUNNING:
+        return step.admit(request, lambda _, wanted: min(wanted, most))
+    length = step.allocation.grow_alone(request, min(request.num_pending_tokens, most))
+    if length:
+        step.charge_and_add(request, length)
+    return length > 0
 
 
 def _others(state: SchedulerState, request: Request) -> list[Request]:

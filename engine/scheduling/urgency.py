@@ -36,7 +36,7 @@ from engine.limits import UNITS_PER_BLOCK, SchedulerConfig
 from engine.request import Request
 from engine.scheduling.objective import EASY_SHARE, StepObjective
 from engine.scheduling.state import SchedulerState
-from engine.scheduling.waiting import by_age, fcfs
+from engine.scheduling.waiting import by_age
 from predictor.budget import DEFAULT_OUTPUT
 from predictor.features import BatchFeatures, LatencyPredictor
 
@@ -185,13 +185,15 @@ def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | No
     ttft, waiting = state.objective.ttft, state.waiting_online
     if state.model is None or (math.isinf(ttft) and not state.promised):
         return math.inf
-    if state.promised:
-        return _promised_slack(state, find_pace(), now)
     oldest = next((request.times for request in waiting if request.times.first_token is None), None)
-    if oldest is not None and oldest.arrival + ttft <= now:
+    if not state.promised and oldest is not None and oldest.arrival + ttft <= now:
         return 0.0
     pace = find_pace()
     assert pace is not None, "there is a model"
+    if state.promised:
+        every = (r for r in (*state.running_prompts(), *waiting) if r.times.first_token is None)
+        dues = [(state.objective.first_due(request, pace.step), request) for request in every]
+        return _slack_of(sorted(dues, key=itemgetter(0)), pace, now)
     running = [request for request in state.running_prompts() if request.times.first_token is None]
     if len(waiting) <= FEW:
         prompts = (request for request in merge(running, waiting, key=by_age) if request.times.first_token is None)
@@ -218,14 +220,6 @@ def prompt_slack(state: SchedulerState, find_pace: Callable[[], PrefillPace | No
     for index in np.flatnonzero((waiting.columns.missing > pace.chunk) & ~waiting.columns.began).tolist():
         work[index] = pace.seconds_for(waiting[index])
     return max(0.0, slack(work))
-
-
-def _promised_slack(state: SchedulerState, pace: PrefillPace | None, now: float) -> float:
-    """Return the slack if the deadlines of requests differ."""
-    assert pace is not None, "there is a model"
-    prompts = [r for r in (*state.running_prompts(), *state.waiting_online) if r.times.first_token is None]
-    dues = [(state.objective.first_due(request, pace.step), request) for request in prompts]
-    return _slack_of(sorted(dues, key=itemgetter(0)), pace, now)
 
 
 def urgent_slack(state: SchedulerState, urgent: Iterable[Request], pace: PrefillPace, now: float) -> float:
@@ -379,7 +373,7 @@ def longest_queue_time(state: SchedulerState, request: Request | None = None) ->
 def binds(state: SchedulerState) -> bool:
     """Return whether the policy may let a younger request overtake a waiting one that has a maximum wait."""
     policy = state.online_policy
-    overtakes = policy.select is not None or policy.by_laxity or policy.order is not fcfs
+    overtakes = policy.select is not None or policy.by_laxity or policy.order is not None
     limited = math.isfinite(longest_queue_time(state)) or bool(state.promised)
     return overtakes and limited and bool(state.waiting_online) and not state.online_share.is_contested
 
@@ -430,60 +424,48 @@ def answer_tokens(state: SchedulerState) -> float:
     return state.mean_output if state.num_answers else DEFAULT_OUTPUT
 
 
-class Victims:
-    """Choose the requests that step `step_id` preempts."""
+def victims_for_start(
+    state: SchedulerState, step_id: int, request: Request, claim: Claim, missing: int, *, online: bool
+) -> list[Request]:
+    """Return the offline requests that step `step_id` preempts so that `request` gets `missing` more units and a row.
 
-    def __init__(self, state: SchedulerState, step_id: int, now: float) -> None:
-        self._state = state
-        self._step_id = step_id
-        self._now = now
+    Empty if all candidates are not enough. Requests preempted `max_offline_preemptions` times are chosen only if the
+    others do not suffice. `online`: whether parked blocks of other waiting online requests may be moved, too.
+    """
+    limit, spared = state.config.max_offline_preemptions, frozenset(claim.hits)
+    held = state.cache.parked.references(online=online, but=request)
+    movable = (block for block, count in held.items() if count == block.ref_count and block not in spared)
+    missing -= count_units(movable)
+    victims = [r for r in state.running[RequestClass.OFFLINE] if r.last_step != step_id]
+    seldom = [victim for victim in victims if victim.num_preemptions < limit]
+    chosen = _smallest_victims(seldom, missing, held, spared)
+    if not chosen and len(seldom) < len(victims):
+        chosen = _smallest_victims(victims, missing, held, spared)
+    return chosen
 
-    def for_start(self, request: Request, claim: Claim, missing: int, *, online: bool) -> list[Request]:
-        """Return the offline requests to preempt so that `request` gets `missing` more units and a row.
 
-        Empty if all candidates are not enough. Requests preempted `max_offline_preemptions` times are chosen
-        only if the others do not suffice. `online`: whether parked blocks of other waiting online requests may be
-        moved, too.
-        """
-        state = self._state
-        limit, spared = state.config.max_offline_preemptions, frozenset(claim.hits)
-        held = state.cache.parked.references(online=online, but=request)
-        movable = (block for block, count in held.items() if count == block.ref_count and block not in spared)
-        missing -= count_units(movable)
-        offline = state.running[RequestClass.OFFLINE]
-        victims = [r for r in offline if r.last_step != self._step_id]
-        seldom = [victim for victim in victims if victim.num_preemptions < limit]
-        chosen = _smallest_victims(seldom, missing, held, spared)
-        if not chosen and len(seldom) < len(victims):
-            chosen = _smallest_victims(victims, missing, held, spared)
-        return chosen
+def victim_for_running(state: SchedulerState, step_id: int, request: Request, now: float) -> Request | None:
+    """Return the request to preempt for a running one, possibly the request itself, but none already in step `step_id`.
 
-    def for_running(self, request: Request) -> Request | None:
-        """Return the request to preempt for a running one, possibly the request itself, but none already in this step.
+    Offline requests go first, then the last in order: the newest, or the last by lane and arrival for an offline
+    request.
+    """
+    online = request.request_class is RequestClass.ONLINE
+    if online and (victim := offline_victim(state, step_id)) is not None:
+        return victim
+    offline = state.running[RequestClass.OFFLINE]
+    peers = state.running_online(now) if online else sorted(offline, key=lambda r: r.spec.lane)
+    return next((each for each in reversed(peers) if each is request or each.last_step != step_id), None)
 
-        Offline requests go first, then the last in order: the newest, or the last by lane and arrival for an offline
-        request.
-        """
-        online = request.request_class is RequestClass.ONLINE
-        if online and (victim := self.offline()) is not None:
-            return victim
-        state = self._state
-        offline = state.running[RequestClass.OFFLINE]
-        peers = state.running_online(self._now) if online else sorted(offline, key=lambda r: r.spec.lane)
-        for candidate in reversed(peers):
-            if candidate is request or candidate.last_step != self._step_id:
-                return candidate
-        return None
 
-    def offline(self) -> Request | None:
-        """Return the offline request to preempt first, or None if all are in this step.
+def offline_victim(state: SchedulerState, step_id: int) -> Request | None:
+    """Return the offline request to preempt first, or None if all are in step `step_id`.
 
-        It is of the last lane, then rarely preempted, small and new.
-        """
-        offline = self._state.running[RequestClass.OFFLINE]
-        candidates = (r for r in offline if r.last_step != self._step_id)
-        key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
-        return min(candidates, key=key, default=None)
+    It is of the last lane, then rarely preempted, small and new.
+    """
+    candidates = (r for r in state.running[RequestClass.OFFLINE] if r.last_step != step_id)
+    key = lambda r: (-r.spec.lane, r.num_preemptions, len(r.cache_map.blocks), -r.arrival_order)  # noqa: E731
+    return min(candidates, key=key, default=None)
 
 
 def _smallest_victims(

@@ -1,14 +1,12 @@
-"""Waiting online requests in arrival order, with their constant properties in columns, and the facts for a policy.
+"""Waiting online requests in arrival order, with their constant properties in columns.
 
 Thousands may wait and a step takes milliseconds, so a step reads columns, which change only when the queue does.
 Requests that have run before change while they wait (a last token may arrive, parked blocks may be dropped), so these
 are read one by one.
 """
 
-import sys
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple, overload
 
@@ -16,7 +14,6 @@ import numpy as np
 
 from engine.arrays import BoolArray, FloatArray, IntArray
 from engine.cache.blocks import CacheKind
-from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request, RequestStatus
 
 by_age = attrgetter("arrival_order")
@@ -126,43 +123,9 @@ def remove_by_age(requests: list[Request], request: Request) -> None:
     del requests[index]
 
 
-@dataclass(frozen=True, slots=True)
-class QueueContext:
-    """The facts available to a policy. Times are seconds on the core's clock.
-
-    Attributes:
-        running: Online requests with a row, read-only.
-        num_units: Units of the device pool.
-    """
-
-    now: float
-    num_waiting: int
-    running: Sequence[Request]
-    num_units: int
-    block_size: int
-    seed: int = 0
-    most_blocks: int = sys.maxsize
-
-    def units(self, tokens: int) -> int:
-        """Return the cache units for `tokens` tokens and the next one."""
-        return self.blocks(tokens) * UNITS_PER_BLOCK
-
-    def blocks(self, tokens: int) -> int:
-        """Return the cache blocks for `tokens` tokens and the next one."""
-        return min(tokens // self.block_size + 1, self.most_blocks)
-
-
 class Start(NamedTuple):
     """A selected request, the block kind that it stores, and whether it can still meet its SLO."""
 
     request: Request
     kind: CacheKind
     savable: bool
-
-
-Order = Callable[[Sequence[Request], QueueContext], Sequence[Request]]
-
-
-def fcfs(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request]:
-    """First come, first served. The queue is in arrival order, and a preempted request keeps its arrival time."""
-    return waiting

@@ -20,11 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -130,31 +131,28 @@ def prove(compiler: GrammarCompiler, job: ProofJob) -> Proof | Refusal:
 
 def in_thread(stack: int, work: Callable[[], Result]) -> Result:
     """Run `work` in a thread with a stack of that size, and re-raise its error."""
-    outcome: dict[str, Any] = {}
+    thread, outcome = start_thread(stack, work)
+    thread.join()
+    return outcome.result()
+
+
+def start_thread(stack: int, work: Callable[[], Result]) -> tuple[threading.Thread, Future[Result]]:
+    """Start a thread with a stack of that size. Raises RuntimeError if the system cannot create it."""
+    outcome: Future[Result] = Future()
 
     def run() -> None:
         try:
-            outcome["result"] = work()
+            outcome.set_result(work())
         except BaseException as error:
-            outcome["error"] = error
+            outcome.set_exception(error)
 
-    thread = start_thread(stack, run)
-    thread.join()
-    if "error" in outcome:
-        raise outcome["error"]
-    result: Result = outcome["result"]
-    return result
-
-
-def start_thread(stack: int, work: Callable[[], None]) -> threading.Thread:
-    """Start a thread with a stack of that size. Raises RuntimeError if the system cannot create it."""
-    thread = threading.Thread(target=work, name="tidemill-grammar", daemon=True)
+    thread = threading.Thread(target=run, name="tidemill-grammar", daemon=True)
     usual = threading.stack_size(stack)
     try:
         thread.start()
     finally:
         threading.stack_size(usual)
-    return thread
+    return thread, outcome
 
 
 def _walk(grammar: CompiledGrammar, mask_words: int, ends: list[int], hold_seconds: float) -> None:

@@ -14,10 +14,8 @@ import os
 import socket
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import msgspec
 
@@ -214,23 +212,6 @@ NICENESS = 5
 MAX_SLOW = 1024
 
 
-class Proves(Protocol):
-    """Interface of `engine.structured.ready.Prover`."""
-
-    async def prove(self, grammar: Grammar, limits: ProofLimits) -> Verdict: ...
-
-    async def stop(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Asker:
-    """A waiting request. `patience`: seconds before it is refused with 429; None: unlimited."""
-
-    tenant: str
-    request_class: RequestClass
-    patience: float | None
-
-
 class Grammars:
     """Grammars of an engine.
 
@@ -240,7 +221,7 @@ class Grammars:
     def __init__(
         self,
         compiler: GrammarCompiler,
-        prover: Proves,
+        prover: Prover,
         limits: ProofLimits | None = None,
         quick_seconds: float = QUICK_SECONDS,
         wait_seconds: float = WAIT_SECONDS,
@@ -264,7 +245,7 @@ class Grammars:
         for grammar, request in {r.sampling.grammar: r for r in requests if r.sampling.grammar is not None}.items():
             chat = request.request_class is RequestClass.ONLINE or request.lane is Lane.FLEX
             patience = self._wait_seconds if chat and request.resumed is None else None
-            await self._prepare(grammar, _Asker(request.tenant, request.request_class, patience))
+            await self._prepare(grammar, request, patience)
 
     def hold(self, request: EngineRequest) -> None:
         """Keep the grammar of a request until `release`. Raises QueueFullError if it was evicted since `prepare`."""
@@ -284,14 +265,22 @@ class Grammars:
         """End the prover."""
         await self._prover.stop()
 
-    async def _prepare(self, grammar: Grammar, asker: _Asker) -> None:
+    async def _prepare(self, grammar: Grammar, request: EngineRequest, patience: float | None) -> None:
         if self._is_ready(grammar):
             return
         self._compiler.check_tokenizer(grammar)
-        if grammar.key() not in self._known_slow and await self._try(self._quick, grammar, asker, self._quick_limits):
-            return
-        if await self._try(self._slow, grammar, asker, self._limits):
-            return
+        ways = [(self._slow, self._limits)]
+        if grammar.key() not in self._known_slow:
+            ways.insert(0, (self._quick, self._quick_limits))
+        for slots, limits in ways:
+            try:
+                async with slots.place(request.tenant, request.request_class, patience):
+                    # another request may have compiled it in the meantime
+                    if self._is_ready(grammar) or await self._compile(grammar, limits):
+                        return
+            except TimeoutError:
+                message = "Too many grammars are waiting for compilation."
+                raise QueueFullError(message, retry_after=RETRY_AFTER) from None
         reason = f"it takes longer than {self._limits.seconds:g} s to compile"
         self._refusals.add(grammar, reason)
         raise refusal(grammar, reason)
@@ -302,17 +291,8 @@ class Grammars:
             raise refusal(grammar, reason)
         return self._compiler.find(grammar) is not None
 
-    async def _try(self, slots: Slots, grammar: Grammar, asker: _Asker, limits: ProofLimits) -> bool:
-        """Compile within `limits` and return True; return False if their time was too short."""
-        try:
-            async with slots.place(asker.tenant, asker.request_class, asker.patience):
-                if self._is_ready(grammar):  # another request compiled it in the meantime
-                    return True
-                return await self._compile(grammar, limits)
-        except TimeoutError:
-            raise QueueFullError("Too many grammars are waiting for compilation.", retry_after=RETRY_AFTER) from None
-
     async def _compile(self, grammar: Grammar, limits: ProofLimits) -> bool:
+        """Compile within `limits` and return True; return False if their time was too short."""
         match await self._prove(grammar, limits):
             case Refusal(reason=reason):
                 self._refusals.add(grammar, reason)
@@ -339,25 +319,19 @@ class Grammars:
 
     async def _build(self, grammar: Grammar, source: str, cost: int, limits: ProofLimits) -> None:
         """Compile a proven grammar in this process, in a thread with a large stack; not cancellable."""
-        loop = asyncio.get_running_loop()
-        built: asyncio.Future[CompiledGrammar] = loop.create_future()
 
-        def build() -> None:
-            _be_nice()
-            try:
-                compiled = self._compiler.build(source, cost)
-            except BaseException as error:
-                _tell(loop, built.set_exception, error)
-            else:
-                _tell(loop, built.set_result, compiled)
+        def build() -> CompiledGrammar:
+            with suppress(OSError):  # give steps priority; Linux supports niceness per thread
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            return self._compiler.build(source, cost)
 
         try:
-            start_thread(limits.stack * ENGINE_STACKS, build)
+            _, built = start_thread(limits.stack * ENGINE_STACKS, build)
         except RuntimeError as error:
             log.error("compiling a grammar failed: %s", error)
             raise QueueFullError("The server is short of resources.", retry_after=RETRY_AFTER) from None
         try:
-            compiled = await _to_end(built)
+            compiled = await _to_end(asyncio.wrap_future(built))
         except GrammarError as error:
             self._refusals.add(grammar, str(error))
             raise refusal(grammar, str(error)) from error
@@ -372,15 +346,3 @@ async def _to_end(work: "asyncio.Future[CompiledGrammar]") -> CompiledGrammar:
         await asyncio.wait([work])
         work.exception()
         raise
-
-
-def _be_nice() -> None:
-    """Give steps priority over this thread; Linux supports niceness per thread."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-def _tell(loop: asyncio.AbstractEventLoop, say: Callable[[Any], None], value: object) -> None:
-    """Call `say` on the loop unless it is closed."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(say, value)

@@ -40,7 +40,7 @@ def fold(messages: Sequence[Mapping[str, Any]], refused: Collection[Shape]) -> S
     """
     if not refused:
         return messages
-    turns: list[_Turn] = []
+    turns: list[list[Mapping[str, Any]]] = []
     if Shape.CALL in refused:
         messages = [_without_calls(message) for message in messages]
     if Shape.CALLS in refused:
@@ -51,11 +51,11 @@ def fold(messages: Sequence[Mapping[str, Any]], refused: Collection[Shape]) -> S
         role = message["role"]
         if role == "system" and _place(turns) in refused:
             role = "user"
-        if turns and _JOINED.get((turns[-1].role, role)) in refused:
-            turns[-1].add(message)
+        if turns and _JOINED.get((turns[-1][0]["role"], role)) in refused:
+            turns[-1].append(message)
         else:
-            turns.append(_Turn(message, role))
-    return [turn.message() for turn in turns]
+            turns.append([{**message, "role": role}])
+    return [_joined(turn) for turn in turns]
 
 
 def text_of(content: Any) -> str:
@@ -72,34 +72,24 @@ def part_text(part: Any) -> str:
     return text
 
 
-class _Turn:
-    """One message, or several joined in linear time."""
-
-    def __init__(self, message: Mapping[str, Any], role: str) -> None:
-        self.role = role
-        self._messages = [message]
-
-    def add(self, message: Mapping[str, Any]) -> None:
-        self._messages.append(message)
-
-    def message(self) -> Mapping[str, Any]:
-        first = {**self._messages[0], "role": self.role}
-        if len(self._messages) == 1:
-            return first
-        texts = {
-            name: "\n\n".join(filter(None, [text_of(message.get(name)) for message in self._messages]))
-            for name in ("content", "reasoning_content")
-        }
-        calls = [call for message in self._messages for call in message.get("tool_calls") or ()]
-        parts = {"reasoning_content": texts["reasoning_content"], "tool_calls": calls}
-        return {**first, "content": texts["content"], **{name: part for name, part in parts.items() if part}}
+def _joined(turn: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the messages of a turn as one, in linear time."""
+    if len(turn) == 1:
+        return turn[0]
+    texts = {
+        name: "\n\n".join(filter(None, [text_of(message.get(name)) for message in turn]))
+        for name in ("content", "reasoning_content")
+    }
+    calls = [call for message in turn for call in message.get("tool_calls") or ()]
+    parts = {"reasoning_content": texts["reasoning_content"], "tool_calls": calls}
+    return {**turn[0], "content": texts["content"], **{name: part for name, part in parts.items() if part}}
 
 
-def _place(turns: Sequence[_Turn]) -> Shape | None:
+def _place(turns: Sequence[Sequence[Mapping[str, Any]]]) -> Shape | None:
     """Return the shape that a system message after these turns needs."""
     if not turns:
         return Shape.SYSTEM
-    return None if turns[-1].role == "system" else Shape.LATE_SYSTEM
+    return None if turns[-1][0]["role"] == "system" else Shape.LATE_SYSTEM
 
 
 def _without_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,9 +14,12 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engine.text.thoughts import Detector
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -117,21 +120,6 @@ def _read_token_step(step: dict[str, Any], rule: dict[str, Any]) -> bool:
     return True
 
 
-class TokenTable(Protocol):
-    """Part of a tokenizer that a detokenizer needs."""
-
-    @property
-    def byte_rule(self) -> ByteRule | None: ...
-
-    def visible_bytes(self, token_id: int, skip_special_tokens: bool) -> bytes | None:
-        """Return the bytes of a token, or None if it is hidden. Called only with a `byte_rule`."""
-        ...
-
-    def decode_window(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of ids by the tokenizer's own decoder."""
-        ...
-
-
 class ByteDetokenizer:
     """Text of one growing answer by `ByteRule`."""
 
@@ -219,7 +207,7 @@ class WindowDetokenizer:
 
 
 def detokenizer_for(
-    table: TokenTable, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    tokenizer: "Tokenizer", prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
 ) -> ByteDetokenizer | WindowDetokenizer:
     """Return a detokenizer for one growing answer.
 
@@ -227,10 +215,10 @@ def detokenizer_for(
     by the prompt is completed. Without, the answer is decoded on its own. The joined results of `push` and `finish` do
     not depend on the sizes of the pushes. Invalid UTF-8 becomes U+FFFD.
     """
-    rule = table.byte_rule
+    rule = tokenizer.byte_rule
     if rule is None:
-        return WindowDetokenizer(lambda ids: table.decode_window(ids, skip_special_tokens), prompt_ids)
-    return ByteDetokenizer(rule, lambda i: table.visible_bytes(i, skip_special_tokens), prompt_ids)
+        return WindowDetokenizer(lambda ids: tokenizer.decode_window(ids, skip_special_tokens), prompt_ids)
+    return ByteDetokenizer(rule, lambda i: tokenizer.visible_bytes(i, skip_special_tokens), prompt_ids)
 
 
 class StopMatcher:
@@ -305,7 +293,7 @@ class OutputTextStream:
 
     def __init__(
         self,
-        tokenizer: TokenTable,
+        tokenizer: "Tokenizer",
         prompt_ids: Sequence[int] = (),
         *,
         stop: tuple[str, ...] = (),

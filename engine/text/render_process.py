@@ -33,13 +33,15 @@ def main() -> None:
 
 
 def _render(render: Any, line: bytes) -> tuple[str, str]:
-    """Return the outcome (text, long, refused, failed or memory) and the text, its length, or the reason."""
-    from jinja2 import TemplateError
+    """Return the outcome (text, long, invalid, refused, failed or memory) and the text, its length, or the reason."""
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     try:
         job = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, job["seconds"])  # of CPU time; its default action is the end
         text = str(render(conversations=[job["messages"]], chat_template=job["template"], **job["values"])[0][0])
+    except TemplateSyntaxError as error:
+        return "invalid", f"line {error.lineno}: {(error.message or 'syntax error')[:MAX_REASON_CHARS]}"
     except TemplateError as error:
         return "refused", (error.message or type(error).__name__)[:MAX_REASON_CHARS]
     except MemoryError:

@@ -108,34 +108,26 @@ class TemplateRenderer:
         Raises InvalidRequestError if the template refuses the messages, fails, or reaches a limit, and OSError if no
         process can be started.
         """
-        job: dict[str, Any] = {"template": template, "messages": messages, "values": values}
-        job |= {"seconds": self._cpu_seconds, "most_chars": MAX_PROMPT_CHARS}
-        try:
-            outcome, text = self._ask(json.dumps(job).encode() + b"\n")
-        except RecursionError as error:
-            outcome, text = "failed", type(error).__name__
+        outcome, text = self.attempt(template, messages, values, MAX_PROMPT_CHARS)
         if outcome == "text":
             return text
-        raise InvalidRequestError(self._message(outcome, text), param="messages")
+        raise InvalidRequestError(_message(outcome, text), param="messages")
+
+    def attempt(
+        self, template: str, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], most_chars: int
+    ) -> tuple[str, str]:
+        """Return the outcome of a rendering (see `engine.text.render_process`, or `time` or `ended`), and its text."""
+        job: dict[str, Any] = {"template": template, "messages": messages, "values": values}
+        job |= {"seconds": self._cpu_seconds, "most_chars": most_chars}
+        try:
+            return self._ask(json.dumps(job).encode() + b"\n")
+        except RecursionError as error:
+            return "failed", type(error).__name__
 
     def close(self) -> None:
         """End the idle processes."""
         while self._idle:
             self._idle.pop().kill()
-
-    def _message(self, outcome: str, text: str) -> str:
-        match outcome:
-            case "refused":
-                return f"The chat template refuses these messages: {text}"
-            case "memory":
-                return f"The chat template needs more than {MEMORY_BYTES >> 20} MiB of memory for these messages."
-            case "time":
-                return f"The chat template needs more than {self._cpu_seconds:g} s of CPU time for these messages."
-            case "long":
-                message = f"The prompt has {int(text):,} characters after applying the chat template; the limit is"
-                return f"{message} {MAX_PROMPT_CHARS:,}."
-            case _:
-                return f"The chat template fails on these messages ({text})."
 
     def _ask(self, job: bytes) -> tuple[str, str]:
         if self._pid != os.getpid():  # a fork shares no process with its parent
@@ -148,14 +140,14 @@ class TemplateRenderer:
                 except _EndedError as ended:
                     if ended.args[0] == -signal.SIGPROF:
                         self.warm_up()
-                        return "time", ""
+                        return "time", f"{self._cpu_seconds:g}"
                     continue
                 except BaseException:  # its answer may still come, and must not be taken for the next one's
                     process.kill()
                     raise
                 self._idle.append(process)
                 return answer
-        return "failed", "its process ends"
+        return "ended", "its process ends"
 
     def _take(self) -> _Process:
         while True:
@@ -166,6 +158,21 @@ class TemplateRenderer:
             if process.is_alive:
                 return process
             process.end()
+
+
+def _message(outcome: str, text: str) -> str:
+    match outcome:
+        case "refused":
+            return f"The chat template refuses these messages: {text}"
+        case "memory":
+            return f"The chat template needs more than {MEMORY_BYTES >> 20} MiB of memory for these messages."
+        case "time":
+            return f"The chat template needs more than {text} s of CPU time for these messages."
+        case "long":
+            message = f"The prompt has {int(text):,} characters after applying the chat template; the limit is"
+            return f"{message} {MAX_PROMPT_CHARS:,}."
+        case _:
+            return f"The chat template fails on these messages ({text})."
 
 
 @cache

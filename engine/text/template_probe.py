@@ -1,31 +1,30 @@
-"""Runs a chat template on small conversations in a child process with limits, before clients can reach it.
+"""Try a chat template on small conversations, each rendered in a process with limits, before clients can reach it.
 
 A template is a program from a checkpoint. The sandbox isolates it from the machine; this probe detects templates that
-do not end or produce huge output. It runs as a script, so that the child imports nothing of tidemill. The probe also
-finds out whether the template reads a message's content as a string or as parts, how it reads calls, and which
-conversations it refuses.
-The parent calls `probe_templates`.
+do not end or produce huge output. The probe also finds out whether the template reads a message's content as a string
+or as parts, how it reads calls, and which conversations it refuses.
 """
 
-import contextlib
-import ctypes
 import enum
 import json
-import math
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-CPU_SECONDS = 5
-WALL_SECONDS = 600  # for systems without a CPU time limit; imports alone can take minutes on a busy machine
-MEMORY_BYTES = 4 * 2**30
+from engine.text.renderer import shared_renderer
+
 MAX_RENDERED_CHARS = 1_000_000
 PROBE_TEXT = "tidemill-probe"
 MAX_MARK_CHARS = 200
+_UNUSABLE = {
+    "invalid": "{}",
+    "memory": "it needs more memory than allowed",
+    "time": "it does not end within {} seconds",
+    "long": "its output exceeds a million characters for a few words",
+    "ended": "it fails beyond the limits of the sandbox",
+}
+"""Reasons why a template cannot be used, by outcome of a rendering. Other outcomes concern the conversation."""
 
 
 class Shape(enum.StrEnum):
@@ -68,20 +67,25 @@ class TemplateFacts:
     error: str | None = None
 
 
+class _UnusableError(Exception):
+    """The template cannot be used; the text is the reason."""
+
+
 def probe_templates(templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> TemplateFacts:
     """Probe templates by name; the one named "default", else the first, is the main template."""
-    job = json.dumps({"templates": dict(templates), "special_tokens": dict(special_tokens), "cpu_seconds": CPU_SECONDS})
-    command = [sys.executable, "-P", __file__]
+    renderer, values = shared_renderer(), {"add_generation_prompt": True, **special_tokens}
+
+    def attempt(template: str, conversation: list[dict[str, Any]]) -> str:
+        """Return the prompt; empty if the template refuses the conversation."""
+        outcome, text = renderer.attempt(template, conversation, values, MAX_RENDERED_CHARS)
+        if outcome in _UNUSABLE:
+            raise _UnusableError(_UNUSABLE[outcome].format(text))
+        return text if outcome == "text" else ""
+
     try:
-        child = subprocess.run(command, input=job.encode(), capture_output=True, timeout=WALL_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return TemplateFacts(error=f"it does not end within {WALL_SECONDS} seconds")
-    if child.returncode < 0:
-        return TemplateFacts(error=f"it does not end within {CPU_SECONDS} seconds")
-    if child.returncode > 0:
-        return TemplateFacts(error="it fails beyond the limits of the sandbox")
-    facts = json.loads(child.stdout)
-    return TemplateFacts(**facts | {"refused": frozenset(map(Shape, facts.get("refused", ())))})
+        return _probe(attempt, templates)
+    except _UnusableError as error:
+        return TemplateFacts(error=str(error))
 
 
 class _Style(NamedTuple):
@@ -92,21 +96,8 @@ class _Style(NamedTuple):
     bare_calls: bool = False
 
 
-def _user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def _conversations(style: _Style) -> list[list[dict[str, Any]]]:
-    """Return a conversation for every role, so that tokens that a template builds from roles are seen."""
-    user, answer = _user(PROBE_TEXT), {"role": "assistant", "content": PROBE_TEXT}
-    calling = _message("call", 0, style)
-    result = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": PROBE_TEXT}
-    return [
-        [{"role": "system", "content": PROBE_TEXT}, user],
-        [{"role": "developer", "content": PROBE_TEXT}, user],
-        [user, answer, user],
-        [user, calling, result],
-    ]
+_TALKS = (("system", "user"), ("developer", "user"), ("user", "assistant", "user"), ("user", "call", "result"))
+"""Conversations with every role, so that tokens that a template builds from roles are seen."""
 
 
 def _shaped(style: _Style) -> dict[Shape, list[list[dict[str, Any]]]]:
@@ -135,10 +126,6 @@ def _talk(*roles: str, style: _Style) -> list[dict[str, Any]]:
     return [_message(role, number, style) for number, role in enumerate(roles)]
 
 
-def _after_answer(rendered: str) -> str:
-    return rendered.partition(f"{PROBE_TEXT}-1")[2][:MAX_MARK_CHARS]
-
-
 def _message(role: str, number: int, style: _Style) -> dict[str, Any]:
     text = f"{PROBE_TEXT}-{number}"
     content: Any = [{"type": "text", "text": text}] if style.as_parts else text
@@ -162,41 +149,14 @@ def _shows(rendered: str, conversation: list[dict[str, Any]]) -> bool:
     return all(word in rendered for word in calls + [t if isinstance(t, str) else t[0]["text"] for t in texts])
 
 
-def _limit(cpu_seconds: int) -> None:
-    try:
-        import resource
-    except ImportError:  # no resource limits on this system; the parent's timeout remains
-        return
-    with contextlib.suppress(OSError, AttributeError):  # Linux: PR_SET_PDEATHSIG, as in `die_with_parent`
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = math.ceil(used.ru_utime + used.ru_stime) + cpu_seconds  # whole seconds; imports have used some
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _probe(render: Callable[[str, list[dict[str, Any]]], str], templates: dict[str, str]) -> dict[str, Any]:
-    """Return the fields of `TemplateFacts`. A template may refuse a conversation."""
-
-    def attempt(template: str, conversation: list[dict[str, Any]]) -> str:
-        from jinja2 import TemplateSyntaxError
-
-        try:
-            return render(template, conversation)
-        except (TemplateSyntaxError, MemoryError):
-            raise
-        except Exception:
-            return ""
-
+def _probe(attempt: Callable[[str, list[dict[str, Any]]], str], templates: Mapping[str, str]) -> TemplateFacts:
     main = templates.get("default") or next(iter(templates.values()))
-    as_string = attempt(main, [_user(PROBE_TEXT)])
-    as_parts = attempt(main, [_user([{"type": "text", "text": PROBE_TEXT}])])
+    as_string, as_parts = (attempt(main, _talk("user", style=_Style(as_parts))) for as_parts in (False, True))
     takes_parts = PROBE_TEXT in as_parts and "'type'" not in as_parts and '"type"' not in as_parts
     style = _find_style(partial(attempt, main), takes_parts and PROBE_TEXT not in as_string)
     rendered = [as_string]
     for template in templates.values():
-        rendered += [attempt(template, conversation) for conversation in _conversations(style)]
+        rendered += [attempt(template, _talk(*roles, style=style)) for roles in _TALKS]
     refused: list[Shape] = []
     for shape, conversations in _shaped(style).items():
         written = [attempt(main, conversation) for conversation in conversations]
@@ -209,16 +169,17 @@ def _probe(render: Callable[[str, list[dict[str, Any]]], str], templates: dict[s
         if "tool" not in main:
             refused.append(Shape.CALL)
     if sum(map(len, rendered)) + len(as_parts) > MAX_RENDERED_CHARS:
-        return {"error": "its output exceeds a million characters for a few words"}
-    return {
-        "reads_strings": PROBE_TEXT in as_string,
-        "reads_parts": takes_parts,
-        "refused": refused,
-        "text_arguments": style.text_arguments,
-        "bare_calls": style.bare_calls,
-        "rendered": "\0".join(rendered),
-        "after_answer": _after_answer(attempt(main, _talk("user", "assistant", style=style))),
-    }
+        raise _UnusableError(_UNUSABLE["long"])
+    answered = attempt(main, _talk("user", "assistant", style=style))
+    return TemplateFacts(
+        reads_strings=PROBE_TEXT in as_string,
+        reads_parts=takes_parts,
+        refused=frozenset(refused),
+        text_arguments=style.text_arguments,
+        bare_calls=style.bare_calls,
+        rendered="\0".join(rendered),
+        after_answer=answered.partition(f"{PROBE_TEXT}-1")[2][:MAX_MARK_CHARS],
+    )
 
 
 def _find_style(attempt: Callable[[list[dict[str, Any]]], str], as_parts: bool) -> _Style:
@@ -231,31 +192,3 @@ def _find_style(attempt: Callable[[list[dict[str, Any]]], str], as_parts: bool) 
             if _shows(written, conversation) and "{'a'" not in written:
                 return style
     return _Style(as_parts)
-
-
-def _main() -> None:
-    job = json.load(sys.stdin)
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    def render(template: str, conversation: list[dict[str, Any]]) -> str:
-        texts, _ = render_jinja_template(
-            conversations=[conversation],
-            chat_template=template,
-            add_generation_prompt=True,
-            **job["special_tokens"],
-        )
-        return str(texts[0])
-
-    _limit(job["cpu_seconds"])
-    try:
-        facts = _probe(render, job["templates"])
-    except TemplateSyntaxError as error:
-        facts = {"error": f"line {error.lineno}: {(error.message or 'syntax error')[:200]}"}
-    except MemoryError:
-        facts = {"error": "it needs more memory than allowed"}
-    json.dump(facts, sys.stdout)
-
-
-if __name__ == "__main__":
-    _main()

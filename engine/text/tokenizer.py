@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 from engine.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelLoadError
 from engine.panics import as_error
 from engine.text.chat_template import ChatTemplate, complete, encode_text
-from engine.text.detokenizer import ByteRule, detokenizer_for, read_byte_rule
+from engine.text.detokenizer import detokenizer_for, read_byte_rule
 from engine.text.renderer import shared_renderer
 from engine.text.template_probe import TemplateFacts, probe_templates
 
@@ -32,21 +32,22 @@ class Tokenizer:
         self._tokenizer: tokenizers.Tokenizer = backend.backend_tokenizer
         self._chat = chat
         self.call_template = _call_template(getattr(backend, "response_template", None))
-        self.special_tokens: Mapping[str, int] = {
-            token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens: Mapping[str, int] = {token.content: i for i, token in added.items() if token.special}
         """Special tokens by text; they are hidden in the text of answers."""
         self.atomic_tokens: Mapping[str, int] = {
             token.content: i
-            for i, token in self._tokenizer.get_added_tokens_decoder().items()
+            for i, token in added.items()
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         }
         """Tokens by text that grammars write by their ids: the grammar library takes no added `<...>` for its text."""
         self._special_ids = frozenset(self.special_tokens.values())
         self.has_channels = self.special_tokens.keys() >= CHANNEL_TOKENS
-        self._byte_rule = read_byte_rule(_decoder_layout(self._tokenizer))
+        layout: dict[str, Any] = json.loads(self._tokenizer.to_str())
+        self.byte_rule = read_byte_rule(layout["decoder"])
+        """Conversion of single tokens to bytes; None if tokens do not decode independently."""
         self._bytes: dict[int, bytes | None] = {}
-        self._max_token_chars = _max_token_chars(self._tokenizer)
+        self._max_token_chars = _max_token_chars(self._tokenizer, layout["model"])
         self.eos_token_id: int | None = backend.eos_token_id
         self.bos_token_id: int | None = backend.bos_token_id
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -58,8 +59,8 @@ class Tokenizer:
         """Read the tokenizer in a checkpoint's folder.
 
         `chat_template`, a file or the text of a template, replaces that of the checkpoint. With `probe` the template is
-        first run in a child process (about a second) and refused if it does not end or produces huge output. Raises
-        ModelLoadError if there is no usable tokenizer, ConfigError if the template file cannot be read.
+        first run in a process with limits (about a second) and refused if it does not end or produces huge output.
+        Raises ModelLoadError if there is no usable tokenizer, ConfigError if the template file cannot be read.
         """
         backend = _load_backend(Path(folder))
         if chat_template is not None:
@@ -77,11 +78,6 @@ class Tokenizer:
     def chat_template_text(self) -> str:
         """Text of the template, or of all templates joined; empty without one."""
         return "" if self._chat is None else self._chat.text
-
-    @property
-    def byte_rule(self) -> ByteRule | None:
-        """Conversion of single tokens to bytes; None if tokens do not decode independently."""
-        return self._byte_rule
 
     def least_tokens(self, texts: Iterable[str]) -> int:
         """Return a lower bound of the total number of tokens of the texts, by length only; 0 if there is none.
@@ -142,7 +138,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, special tokens included; empty for an unknown id."""
-        if self._byte_rule is None:
+        if self.byte_rule is None:
             return self.decode_window([token_id], False).encode()
         return self.visible_bytes(token_id, False) or b""
 
@@ -154,7 +150,7 @@ class Tokenizer:
             return self._bytes[token_id]
         except KeyError:
             token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
-            piece = None if token is None or self._byte_rule is None else self._byte_rule.token_bytes(token)
+            piece = None if token is None or self.byte_rule is None else self.byte_rule.token_bytes(token)
             return self._bytes.setdefault(token_id, piece)
 
     def decode_window(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -227,21 +223,12 @@ def _chat_template(backend: Any, sources: Mapping[str, str], facts: TemplateFact
     return ChatTemplate(render, backend.backend_tokenizer, sources, facts)
 
 
-def _max_token_chars(tokenizer: tokenizers.Tokenizer) -> int | None:
+def _max_token_chars(tokenizer: tokenizers.Tokenizer, model: Mapping[str, Any]) -> int | None:
     """Return the characters of the longest token; None if a token may represent an unlimited number of characters.
 
     Known characters are spelled with at least as many characters.
     """
-    layout = json.loads(tokenizer.to_str())["model"]
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    knows_bytes = layout.get("byte_fallback") or vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
-    one_by_one = layout["type"] == "BPE" and layout.get("unk_token") and not layout.get("fuse_unk")
+    knows_bytes = model.get("byte_fallback") or vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+    one_by_one = model["type"] == "BPE" and model.get("unk_token") and not model.get("fuse_unk")
     return max(map(len, vocabulary)) if knows_bytes or one_by_one else None
-
-
-def _decoder_layout(tokenizer: tokenizers.Tokenizer) -> dict[str, Any] | None:
-    """Return the decoder in the layout of `tokenizer.json`."""
-    if tokenizer.decoder is None:
-        return None
-    layout: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    return layout

@@ -7,32 +7,33 @@
   predictions and c = 0). Only a simulator knows the true lengths: it passes them as `min_tokens`.
 """
 
-from collections.abc import Sequence
-
+from engine.api import RequestClass
+from engine.limits import UNITS_PER_BLOCK
 from engine.request import Request
 from engine.scheduling import policies
-from engine.scheduling.state import OnlinePolicy
-from engine.scheduling.waiting import QueueContext, fcfs
+from engine.scheduling.state import OnlinePolicy, SchedulerState
 
 
-def fits_whole(request: Request, context: QueueContext) -> bool:
+def fits_whole(state: SchedulerState, request: Request) -> bool:
     """Return whether the request at its maximum length fits beside all running requests at theirs."""
     # The K and V of an answer's last token are never computed, so it needs no room.
-    reserved = sum(context.units(running.max_total_tokens - 1) for running in context.running)
-    return reserved + context.units(request.max_total_tokens - 1) <= context.num_units
+    size, most = state.config.block_size, state.config.most_blocks
+    together = (*state.running[RequestClass.ONLINE], request)
+    blocks = sum(min((each.max_total_tokens - 1) // size + 1, most) for each in together)
+    return UNITS_PER_BLOCK * blocks <= state.pool.num_units
 
 
-def shuffled(waiting: Sequence[Request], context: QueueContext) -> Sequence[Request]:
+def shuffled(state: SchedulerState, _now: float) -> list[Request]:
     """Return a random order that depends only on the seed and the requests.
 
     A waiting request keeps its random value.
     """
-    return sorted(waiting, key=lambda request: _lot(context.seed, request.arrival_order))
+    return sorted(state.waiting_online, key=lambda request: _lot(state.config.seed, request.arrival_order))
 
 
-def shortest_remaining(waiting: Sequence[Request], _context: QueueContext) -> Sequence[Request]:
+def shortest_remaining(state: SchedulerState, _now: float) -> list[Request]:
     """Order by remaining output tokens, from `min_tokens` or, if it is 0, `max_tokens`."""
-    return sorted(waiting, key=_remaining)
+    return sorted(state.waiting_online, key=_remaining)
 
 
 def _remaining(request: Request) -> int:
@@ -50,7 +51,7 @@ def _lot(seed: int, order: int) -> int:
 
 
 SIMULATED_POLICIES = {
-    "no-preempt": OnlinePolicy(fcfs, admits=fits_whole),
+    "no-preempt": OnlinePolicy(admits=fits_whole),
     "random": OnlinePolicy(shuffled),
     "srpt-oracle": OnlinePolicy(shortest_remaining),
 }

@@ -166,12 +166,9 @@ def _make_engine(engine_config: EngineConfig, server_config: ServerConfig, root:
     if server_config.engines == 1 and not server_config.ray:
         options = ProcessOptions(log_level=log_level, pid_file=pid_file, flights=flights, spare=True)
         return EngineProcess(engine_config, options)
-    fleet = make_fleet(
+    return make_fleet(
         engine_config, server_config.engines, pid_file, log_level=log_level, flights=flights, ray=server_config.ray
     )
-    for note in fleet.notes:
-        say(note)
-    return fleet.client
 
 
 def model_name(config: EngineConfig) -> str:
