@@ -7,7 +7,7 @@ this process or in another. The module does not import torch.
 import enum
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import repeat
 from typing import NamedTuple, TypeVar
@@ -206,30 +206,3 @@ class TokenCosts(NamedTuple):
     def of(self, prompt_tokens: float, output_tokens: float) -> float:
         """Return the cost of a number of computed prompt tokens and output tokens."""
         return self.prefill * prompt_tokens + self.decode * output_tokens
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counters of a scheduler; they never decrease. Times in seconds."""
-
-    steps: int = 0
-    failed_steps: int = 0
-    stalls: int = 0
-    refused_requests: int = 0
-    step_seconds: float = 0.0
-    predicted_seconds: float = 0.0
-    prefill_tokens: int = 0  # of both classes
-    decode_tokens: int = 0  # of both classes
-    forced_tokens: int = 0  # answer tokens set by grammars and thinking budgets, without sampling
-    drafted_tokens: int = 0  # guessed tokens that were verified (speculation)
-    accepted_tokens: int = 0  # of those, the right ones
-    offline_prefill_tokens: int = 0
-    offline_decode_tokens: int = 0
-    probe_tokens: int = 0  # of probes; in no other counter
-    preemptions: dict[str, int] = field(default_factory=dict)  # by cause
-    knapsack: dict[str, int] = field(default_factory=dict)  # decisions: waiting requests by form, or passed over
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prefix_host_hit_tokens: int = 0  # part of `prefix_hit_tokens` from the host tier
-    leftover_seconds: float = 0.0  # predicted step time left to offline work
-    leftover_used_seconds: float = 0.0  # part of it that offline work got

@@ -12,7 +12,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-from engine.api import Counters, EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, TokenCosts
+from engine.api import EngineRequest, FinishReason, Lane, RequestClass, RequestOutput, TokenCosts
 from engine.forms import EmbeddingSpec
 from predictor.slo import Standing
 
@@ -120,9 +120,9 @@ class PipelineStats(NamedTuple):
     too_little: bool  # memory is short and no further engine can drop layers
 
 
-@dataclass(slots=True)
-class EngineStats(Counters):
-    """Snapshot of counters and gauges for /metrics, /ready and the log.
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Snapshot of counters and gauges for /metrics, /ready and the log. Counters never decrease.
 
     Units are cache units of the pool; a KV block takes two. With several engines, every field but `engines` is a total.
     """
@@ -144,11 +144,32 @@ class EngineStats(Counters):
     state_slots_total: int = field(default=0, metadata=GAUGE)
     state_slots_used: int = field(default=0, metadata=GAUGE)
     cache_units: dict[str, int] = field(default_factory=dict)  # moved or restored units, by operation
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0  # part of `prefix_hit_tokens` from the host tier
+    preemptions: dict[str, int] = field(default_factory=dict)  # by cause
     plans: dict[str, int] = field(default_factory=dict)  # of offline work: made, continued, late
+    knapsack: dict[str, int] = field(default_factory=dict)  # decisions: waiting requests by form, or passed over
     lanes_waiting: dict[str, int] = field(default_factory=dict, metadata=GAUGE)  # offline requests by lane
     # output so far of unfinished requests, by job
     job_tokens: dict[str, int] = field(default_factory=dict, metadata=GAUGE)
     lanes_started: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    failed_steps: int = 0
+    stalls: int = 0
+    refused_requests: int = 0
+    step_seconds: float = 0.0
+    prefill_tokens: int = 0  # of both classes
+    decode_tokens: int = 0  # of both classes
+    forced_tokens: int = 0  # answer tokens set by grammars and thinking budgets, without sampling
+    drafted_tokens: int = 0  # guessed tokens that were verified (speculation)
+    accepted_tokens: int = 0  # of those, the right ones
+    offline_prefill_tokens: int = 0
+    offline_decode_tokens: int = 0
+    probe_tokens: int = 0  # of probes; in no other counter
+    predicted_seconds: float = 0.0
+    leftover_seconds: float = 0.0  # predicted step time left to offline work
+    leftover_used_seconds: float = 0.0  # part of it that offline work got
     colocation: ColocationStats | None = field(default=None, metadata=COMBINED)
     token_costs: TokenCosts | None = field(default=None, metadata=COMBINED)  # None without a latency model
     restarts: dict[str, int] = field(default_factory=dict, metadata=GAUGE)  # of the engine process, by cause

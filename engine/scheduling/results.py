@@ -7,7 +7,7 @@ those at fault, which `engine.scheduling.recovery` finds, end.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from engine.api import EngineRequest, FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
+from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes, TokenLogprobs
 from engine.errors import ErrorInfo, InvalidRequestError, TidemillError
 from engine.request import Request, RequestStatus
 from engine.scheduling.admission import note_end
@@ -98,7 +98,7 @@ class Results:
                 decodes += 1
                 offline += spec.request_class is offline_class
             else:
-                self._count(chunk, spec)
+                self._counters.count(chunk, spec)
             stops, size = spec.sampling.stop_token_ids, len(known)
             if size < request.emit_after and token not in stops:
                 known.append(token)
@@ -208,23 +208,11 @@ class Results:
             request.num_computed_tokens = request.num_confirmed_tokens = last
 
     def _confirm_progress(self, request: Request, chunk: Chunk) -> None:
-        self._count(chunk, request.spec)
+        self._counters.count(chunk, request.spec)
         if request.status is not RequestStatus.RUNNING:
             return  # preempted meanwhile: the token counts, but the cache is gone
         request.num_confirmed_tokens = chunk.start + chunk.length
         self._state.cache.publish(request)
-
-    def _count(self, chunk: Chunk, request: EngineRequest) -> None:
-        """Count a computed chunk of a request."""
-        counters, is_offline = self._counters, request.request_class is RequestClass.OFFLINE
-        if request.probe:
-            counters.probe_tokens += chunk.length
-        elif chunk.length == 1 and chunk.sample:
-            counters.decode_tokens += 1
-            counters.offline_decode_tokens += is_offline
-        else:
-            counters.prefill_tokens += chunk.length
-            counters.offline_prefill_tokens += chunk.length * is_offline
 
     def _append_forced(
         self, request: Request, output: RequestOutput, run: tuple[int, ...], now: float

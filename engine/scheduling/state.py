@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.api import Counters, RequestClass
+from engine.api import EngineRequest, RequestClass
 from engine.cache.cache import Cache
 from engine.limits import UNITS_PER_BLOCK, QueueTime, SchedulerConfig
 from engine.request import Request, RequestStatus, due
 from engine.scheduling.fair_share import OnlineShare
 from engine.scheduling.objective import EASY_SHARE, StepObjective, token_costs
-from engine.scheduling.output import SchedulerOutput
+from engine.scheduling.output import Chunk, SchedulerOutput
 from engine.scheduling.queues import OfflineQueue
 from engine.scheduling.waiting import Start, WaitingQueue, insert_by_age, remove_by_age
 from predictor.features import LatencyPredictor
@@ -65,6 +65,46 @@ class InFlight:
             for number, (chunk, request) in chunks
             if request in live and number not in self.guesses
         ]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters named as in `EngineStats`; they never decrease. Times in seconds."""
+
+    steps: int = 0
+    failed_steps: int = 0
+    stalls: int = 0
+    refused_requests: int = 0
+    step_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
+    offline_prefill_tokens: int = 0
+    offline_decode_tokens: int = 0
+    probe_tokens: int = 0
+    predicted_seconds: float = 0.0
+    preemptions: dict[str, int] = field(default_factory=dict)
+    knapsack: dict[str, int] = field(default_factory=lambda: {"kv": 0, "compact": 0, "passed_over": 0})
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0
+    leftover_seconds: float = 0.0
+    leftover_used_seconds: float = 0.0
+
+    def count(self, chunk: Chunk, request: EngineRequest) -> None:
+        """Count a computed chunk of a request."""
+        if request.probe:
+            self.probe_tokens += chunk.length
+            return
+        is_offline = request.request_class is RequestClass.OFFLINE
+        if chunk.length == 1 and chunk.sample:
+            self.decode_tokens += 1
+            self.offline_decode_tokens += is_offline
+        else:
+            self.prefill_tokens += chunk.length
+            self.offline_prefill_tokens += chunk.length * is_offline
 
 
 MAX_BACK_OFF = 64.0
@@ -162,7 +202,7 @@ class SchedulerState:
         self.mean_prompt = self.mean_output = 0.0
         self.num_prompts = self.num_answers = 0
         self.queue_time = QueueTime.parse(config.max_queue_time)
-        self.counters = Counters(knapsack={"kv": 0, "compact": 0, "passed_over": 0})
+        self.counters = Counters()
         self.speculation: Speculation | None = None
 
     def make_offline_queue(self) -> OfflineQueue:
