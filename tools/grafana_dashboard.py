@@ -32,7 +32,7 @@ from engine.client import (  # noqa: E402
 from gateway.batch.forecast import Forecast  # noqa: E402
 from gateway.batch.metrics import BatchCollector  # noqa: E402
 from gateway.batch.notices import Notifier  # noqa: E402
-from gateway.batch.tenants import Ownership  # noqa: E402
+from gateway.batch.tenants import TenantExchange  # noqa: E402
 from gateway.batch.worker import BatchWorker  # noqa: E402
 from gateway.http.keys import UNLIMITED, Admissions  # noqa: E402
 from gateway.telemetry.account import Account  # noqa: E402
@@ -361,9 +361,9 @@ def registry_families() -> list[tuple[str, str, tuple[str, ...], str]]:
     feeder = SimpleNamespace(retries=Counter(), num_paused=0)
     ended: Counter[bool] = Counter()
     worker = SimpleNamespace(states={}, lines_ended=ended, storage_fault=lambda: None, forecast=forecast, feeder=feeder)
-    ownership, notifier = SimpleNamespace(unreachable=[]), SimpleNamespace(attempts=Counter())
+    tenants, notifier = SimpleNamespace(unreachable=[]), SimpleNamespace(attempts=Counter())
     metrics.registry.register(
-        BatchCollector(cast(BatchWorker, worker), cast(Ownership, ownership), cast(Notifier, notifier))
+        BatchCollector(cast(BatchWorker, worker), cast(TenantExchange, tenants), cast(Notifier, notifier))
     )
     admissions = Admissions(lambda _: UNLIMITED)
     admissions.enter("tenant", 1, 1)
