@@ -8,8 +8,6 @@ from torch.nn import functional
 
 from engine.models.quantized import (
     GROUP,
-    BlockWeight,
-    FloatWeight,
     Int4Linear,
     PackedWeight,
     RoundedWeight,
@@ -99,11 +97,11 @@ class AbsentLinear:
 
 def make_linear(weight: AnyWeight, bias: Tensor | None = None, **_gated: bool) -> Linear:
     """Make a torch layer for `weight [out, in]`, which it refers to, and `bias [out]` (a MakeLinear)."""
+    if isinstance(weight, Tensor):
+        return PlainLinear(weight, bias)
     if isinstance(weight, PackedWeight):
         return Int4Linear(weight, bias)
-    if isinstance(weight, BlockWeight | FloatWeight):
-        return PlainLinear(weight.unpacked(), bias)
-    return make_quantized(weight, bias) if isinstance(weight, RoundedWeight) else PlainLinear(weight, bias)
+    return make_quantized(weight, bias) if isinstance(weight, RoundedWeight) else PlainLinear(weight.unpacked(), bias)
 
 
 def make_packed(

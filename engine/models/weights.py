@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.errors import ModelLoadError, StreamingError
 from engine.models.families import TensorNames, family_named
 from engine.models.linear import AbsentLinear, AnyWeight, Linear, MakeLinear, PlainLinear, make_linear
-from engine.models.quantized import BlockWeight, FloatWeight, PackedWeight, RoundedWeight, StoredWeight
+from engine.models.quantized import BlockWeight, FloatWeight, StoredWeight
 from engine.models.spec import ModelSpec
 
 
@@ -291,23 +291,11 @@ class _Builder:
     def _weight(self, modules: list[tuple[str, tuple[int, int]]], stack: Callable[[list[Tensor]], Tensor]) -> AnyWeight:
         """Return the stacked weight, in 8 or 4 bits only if all modules are stored so."""
         stored = [self._source.fetch_bytes(*module) for module in modules]
-        nibbles = [each for each in stored if isinstance(each, PackedWeight)]
-        found = [each for each in stored if isinstance(each, RoundedWeight)]
-        if len(nibbles) == len(modules):
-            return PackedWeight.stacked(nibbles, stack)
-        blocks = [each for each in stored if isinstance(each, BlockWeight)]
-        if len(blocks) == len(modules) and stack is _stack:
-            return BlockWeight.stacked(blocks)
-        floats = [each for each in stored if isinstance(each, FloatWeight)]
-        if len(floats) == len(modules) and stack is _stack:
-            return FloatWeight.stacked(floats)
-        if len(found) < len(modules):
+        found = [each for each in stored if each is not None]
+        straightens = stack is not _stack and isinstance(stored[0], BlockWeight | FloatWeight)
+        if straightens or len({type(each) for each in stored}) > 1 or not found:
             return stack([self._source.fetch(*each) for each in modules])
-        values, scales = stack([each.values for each in found]), stack([each.scales for each in found])
-        given = [each.inputs for each in found if each.inputs is not None]
-        # Fused modules share one scale of inputs; the largest avoids clipping if they differ.
-        inputs = torch.stack(given).amax(0) if len(given) == len(found) else None
-        return RoundedWeight(values, scales, found[0].dtype, inputs)
+        return found[0].stacked(found, stack)
 
     def _stored_experts(self, prefix: str) -> Iterator[tuple[AnyWeight, Tensor | None]]:
         """Yield the weights [experts * out, in] and biases [experts * out] of gate and up, then of down."""
@@ -329,7 +317,7 @@ class _Builder:
             tensors = [weight.values, weight.scales, self._source.fetch(f"{name}_bias", (sizes.total, n))]
             if part == names.parts[0]:
                 tensors = [apart(each.view(sizes.total, n, -1)).flatten(0, 1) for each in tensors]
-            yield weight._replace(values=tensors[0], scales=tensors[1]), tensors[2].flatten()
+            yield replace(weight, values=tensors[0], scales=tensors[1]), tensors[2].flatten()
 
     def _norm(self, module: str) -> Norm:
         shape = (self._spec.hidden_size,)
