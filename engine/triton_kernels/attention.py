@@ -353,9 +353,6 @@ def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
         assert sinks.dtype == torch.float32, "sinks are float32"
 
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
-
 @triton.jit
 def attend_tiles(
     q, state, entries, pool, k_row, v_row, head, positions, begin, end, last, layer, scratch_base, scale,

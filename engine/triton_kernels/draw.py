@@ -110,9 +110,6 @@ def count_tokens(history: Tensor, rows: Tensor, places: Tensor, tokens: Tensor) 
         )
 
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
-
 @triton.jit
 def _load(logits, first, vocab, best, heat, BLOCK: tl.constexpr, ONE: tl.constexpr):
     """Return logits [BLOCK] float32 from token `first` on, and their shares int64."""
