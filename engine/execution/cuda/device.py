@@ -45,7 +45,7 @@ from engine.execution.cuda.buffers import (
     StepWishes,
     send,
 )
-from engine.execution.cuda.forward import DeviceTables, Forward, Graphs, Projection, StepHidden, long_from
+from engine.execution.cuda.forward import DeviceTables, Forward, Graphs, StepHidden, long_from
 from engine.execution.cuda.swap import Swapper
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import PoolOptions, UnitPool
@@ -372,7 +372,6 @@ class CudaDevice:
         assert len(self.pool.slices) < 2**31, "table entries have 32 bits"
         self.tables = DeviceTables(self.rows, self.pool)
         self._forward = Forward(spec, weights, kernels, self.tables, self.pool, limits)
-        self._projection = Projection(self._forward, self.pool, limits)
         self._swapper = Swapper(self.pool, kernels, self.stream, out=DeviceStream(device), back=DeviceStream(device))
         second = long_from(spec.rope, limits.max_model_len)
         self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device, second)
@@ -386,7 +385,7 @@ class CudaDevice:
         self._last: RepeatedStep | None = None
         self._slotted = SlottedAdapters(spec, limits.max_num_seqs, device, taken=adapted)
         self.adapters: Adapters = self._slotted
-        self.restore = self._projection.restore
+        self.restore = self._forward.restore
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
         if configs.is_cuda(device):
             torch.cuda.synchronize(device)  # weights and tables were written on another stream
@@ -431,9 +430,7 @@ class CudaDevice:
         wishes, numbers = self._sampling.begin(layout), rows.adapters[layout.token_rows]
         hidden, adapt, by_slots = None, None, False
         if has_hidden(rows, chunks):
-            hidden = StepHidden.of(
-                self._projection, self._forward, self._buffers, inputs, rows, layout, self.pool.scratch_blocks
-            )
+            hidden = StepHidden.of(self._forward, self._buffers, inputs, rows, layout, self.pool.scratch_blocks)
         if numbers.any():
             slots = None
             if hidden is None and take is None and not inputs.shape.prefill:
@@ -579,7 +576,7 @@ class CudaDevice:
             for params, masked in product(_WISHES, (None, masks)):
                 inputs, hidden = self._buffers.fill(shape, decodes_first(_NO_CHUNKS), self.rows), None
                 if self.pool.scratch_blocks:
-                    hidden = StepHidden.padding(self._projection, self._forward, inputs)
+                    hidden = StepHidden.padding(self._forward, inputs)
                 self._run_padding(inputs, 1, params, masked, hidden)
             inputs = self._buffers.fill(self._buckets.fit(1, 1), decodes_first(_NO_CHUNKS), self.rows)
             self._buffers.upload()
