@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -210,7 +211,9 @@ def test_every_family_is_as_far_from_float32_as_the_twin_is(name: str, level: Le
     spec, dense = load(name)
     folder = model_folder(name)
     native = Native(library_of(level), level, Team(library_of(level), 2))
-    make, by_torch = (native.int8_linear, make_quantized) if bits == 8 else (native.int4_linear, make_packed)
+    make, by_torch = (
+        (native.int8_linear, make_quantized) if bits == 8 else (partial(make_packed, make=native.linear), make_packed)
+    )
     ours = load_weights(spec, folder, dtype="float32", make=make)
     twin = load_weights(spec, folder, dtype="float32", make=by_torch)
     bench = Bench(level, spec, ours)

@@ -17,7 +17,7 @@ from engine.models.attention import Manner
 from engine.models.checkpoint import Checkpoint, is_finite
 from engine.models.experts import replace_experts
 from engine.models.families import family_named
-from engine.models.linear import Linear, MakeLinear, make_linear
+from engine.models.linear import MakeLinear, make_linear
 from engine.models.lora import AdapterPlan, Site
 from engine.models.packing import Packing
 from engine.models.spec import ModelSpec, read_json, text_part
@@ -97,10 +97,6 @@ class TransformersModel:
             return attend(self._layers[id(module)], q, k, v, manner)
 
         return run_model(self.module, token_ids, positions, attention, keep, recur, adapters, is_long)
-
-    def linear_layers(self) -> list[Linear]:
-        """Return this engine's linear layers that replace those of transformers."""
-        return [each.layer for each in self.module.modules() if isinstance(each, EngineLinear)]
 
     def take_adapters(self, plans: Sequence[AdapterPlan]) -> None:
         """Attach adapters to the linear layers that they change.

@@ -161,7 +161,7 @@ def _by_torch(plan: LaunchPlan, config: EngineConfig) -> MakeLinear:
 
 def _natively(native: Native, plan: LaunchPlan, config: EngineConfig) -> MakeLinear:
     if plan.quantization == INT4:
-        return partial(native.int4_linear, group=plan.rounded_group(config.load_format))
+        return partial(make_packed, make=native.linear, group=plan.rounded_group(config.load_format))
     return native.int8_linear if plan.quantization == "int8" else native.linear
 
 

@@ -37,7 +37,7 @@ from engine.models import compact, humming
 from engine.models.checkpoint import load_layers
 from engine.models.compact import BLOCK, Blocks, Tiles, check, make_compact
 from engine.models.decoder import Decoder
-from engine.models.linear import Linear, MakeLinear, make_linear
+from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.transformers_model import TransformersModel
@@ -215,7 +215,8 @@ class CudaBackend(Backend):
             return plan, make_linear
         if plan.quantization in COMPACT:
             return _compact(config, plan, say)
-        make = float8_layers(keeps_floats=plan.quantization == STORED_FLOATS, by_kernels=plan.by_kernels)
+        keeps = plan.quantization == STORED_FLOATS  # only weights that are stored in 8-bit floats are of 8 bits
+        make = partial(compact.make_float8, rounding=_rounding(by_kernels=plan.by_kernels), keeps_floats=keeps)
         fault = check(torch.device(plan.device), shapes=_shapes(plan), make=partial(make, keeps_floats=False))
         if not fault:
             return plan, make
@@ -351,15 +352,8 @@ def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, 
     return None
 
 
-def float8_layers(*, keeps_floats: bool = False, by_kernels: bool = True) -> partial[Linear]:
-    """Return a maker of 8-bit float layers, with kernels for the rounding of inputs if Triton works.
-
-    `keeps_floats`: only for weights that are stored in 8-bit floats.
-    """
-    return partial(compact.make_float8, rounding=_rounding(by_kernels=by_kernels), keeps_floats=keeps_floats)
-
-
 def _rounding(*, by_kernels: bool) -> compact.Rounding:
+    """Return what rounds inputs to 8-bit floats: kernels if Triton works."""
     if not by_kernels or launch_refusal() is not None:
         return compact.BY_TORCH
     kernels = importlib.import_module("engine.triton_kernels.norms")

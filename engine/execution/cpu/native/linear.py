@@ -12,15 +12,7 @@ from torch import Tensor
 
 from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Library, Op, Team, activation_dtype
 from engine.models.linear import AnyWeight
-from engine.models.quantized import (
-    GROUP,
-    PackedWeight,
-    RoundedWeight,
-    StoredWeight,
-    group_of,
-    pack_weight,
-    round_weight,
-)
+from engine.models.quantized import PackedWeight, RoundedWeight, StoredWeight, round_weight
 
 PAD = 32
 """Inputs, and rows of a buffer, are padded to a multiple of this."""
@@ -51,39 +43,19 @@ class Native:
         return self.level if dtype == torch.bfloat16 else min(self.level, Level.AVX512)
 
     def linear(
-        self, weight: AnyWeight, bias: Tensor | None = None, *, gated: bool = False, head: bool = False
+        self, weight: AnyWeight, bias: Tensor | None = None, *, gated: bool = False, **_head: bool
     ) -> "NativeLinear":
         """Make a layer on these threads; the weight is not needed afterwards."""
         if isinstance(weight, PackedWeight):
             return NativeInt4(self, weight, bias, gated)
         if isinstance(weight, RoundedWeight):
-            return self.int8_linear(weight, bias, gated=gated, head=head)
+            return self.int8_linear(weight, bias, gated=gated)
         return NativeLinear(self, weight if isinstance(weight, Tensor) else weight.unpacked(), bias, gated)
 
-    def int4_linear(
-        self,
-        weight: AnyWeight,
-        bias: Tensor | None = None,
-        *,
-        gated: bool = False,
-        head: bool = False,
-        group: int = GROUP,
-    ) -> "NativeLinear":
-        """Make a layer of 4 bits; see `engine.models.linear.make_packed`."""
-        if head:
-            return self.int8_linear(weight, bias, gated=gated)
-        if isinstance(weight, Tensor) and group:
-            size = group_of(weight.shape[1], group)
-            if size is None:
-                return self.int8_linear(weight, bias, gated=gated)
-            weight = pack_weight(weight, size)
-        return self.linear(weight, bias, gated=gated)
-
     def int8_linear(
-        self, weight: AnyWeight, bias: Tensor | None = None, *, gated: bool = False, head: bool = False
+        self, weight: AnyWeight, bias: Tensor | None = None, *, gated: bool = False, **_head: bool
     ) -> "NativeInt8":
         """Make a layer that computes with 8-bit integers."""
-        del head
         return NativeInt8(self, round_weight(weight), bias, gated)
 
 
