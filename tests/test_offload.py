@@ -233,7 +233,7 @@ def test_a_file_gives_what_was_kept_whatever_the_file_system_allows(
         assert torch.equal(read(file, place, place % 2)[:5000], data[place])
     assert file.seconds() > 0
     if not direct:
-        assert not file.direct and set(dropped) == {0, 8192, 16384, 24576}
+        assert not file._file.direct and set(dropped) == {0, 8192, 16384, 24576}
     file.close()
 
 
