@@ -19,7 +19,7 @@ from torch.nn import functional
 from engine.api import MAX_LOGPROBS, SamplingParams, TokenLogprobs
 from engine.arrays import FloatArray, Int32Array, IntArray
 from engine.execution.masks import StepMasks
-from engine.execution.rows import SamplingTable, has_minimum, uniforms
+from engine.execution.rows import SamplingTable, uniforms
 from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN
 
 _Lowest = Callable[[Tensor, Tensor], Tensor]
@@ -150,16 +150,12 @@ def _select(logits: Tensor, places: IntArray) -> Tensor:
 def _edit(logits: Tensor, places: IntArray, table: SamplingTable, batch: SampleInput) -> None:
     """Apply logit bias, minimum length and penalties to rows `places` of float32 logits, in place."""
     for place in places.tolist():
+        row, token_ids, num_prompt = logits[place], batch.token_ids[place], int(batch.num_prompt[place])
+        ids, added = table.additions(int(batch.rows[place]), len(token_ids) - num_prompt)
+        if ids.size:
+            row.index_add_(0, _tensor(ids, row), torch.from_numpy(added).to(row))
         params = table.params[batch.rows[place]]
-        assert params is not None, "a sampled row must hold a request"
-        row = logits[place]
-        num_prompt, token_ids = int(batch.num_prompt[place]), batch.token_ids[place]
-        if params.logit_bias:
-            ids, biases = zip(*params.logit_bias, strict=True)
-            row.index_add_(0, _tensor(ids, row), torch.tensor(biases, device=row.device))
-        if has_minimum(params) and len(token_ids) - num_prompt < params.min_tokens and params.stop_token_ids:
-            row.index_fill_(0, _tensor(sorted(params.stop_token_ids), row), float("-inf"))
-        if params.has_penalties:
+        if params is not None and params.has_penalties:
             _penalise(row, params, token_ids, num_prompt)
 
 
@@ -176,8 +172,8 @@ def _penalise(row: Tensor, params: SamplingParams, token_ids: IntArray, num_prom
         row.index_add_(0, _tensor(ids, row), torch.from_numpy(-penalties).to(row))
 
 
-def _tensor(ids: Sequence[int] | IntArray, like: Tensor) -> Tensor:
-    return torch.as_tensor(ids, dtype=torch.int64).to(like.device)
+def _tensor(ids: IntArray, like: Tensor) -> Tensor:
+    return torch.from_numpy(ids).to(like.device)
 
 
 def _draw(logits: Tensor, table: SamplingTable, rows: IntArray, output_positions: IntArray) -> IntArray:
