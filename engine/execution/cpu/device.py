@@ -279,7 +279,7 @@ class HiddenPlan:
 
 
 def restore(heads: HeadProjection, pool: UnitPool, layers: LayerSource, units: IntArray, starts: IntArray) -> None:
-    """Project blocks [n] once; `units [n, 3]` and `starts [n]` as in CacheMover.
+    """Project blocks [n] once; `units [n, 3]` and `starts [n]` as in Device.
 
     Unused cells of a partial block hold zeros, whose K and V are finite. There is one pass over the layers, so that
     streamed layers are read once.
@@ -317,12 +317,12 @@ class PoolDevice:
         self.adapters.put(number, deltas)
 
     def swap_out(self, pairs: IntArray) -> None:
-        """See CacheMover."""
+        """See Device."""
         for source, target in pairs.tolist():
             self.pool.host_units[target].copy_(self.pool.units[source])
 
     def swap_in(self, pairs: IntArray) -> None:
-        """See CacheMover."""
+        """See Device."""
         for source, target in pairs.tolist():
             self.pool.units[target].copy_(self.pool.host_units[source])
 
@@ -345,7 +345,7 @@ class TorchDevice(PoolDevice):
         self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
 
     def restore(self, units: IntArray, starts: IntArray) -> None:
-        """See CacheMover."""
+        """See Device."""
         restore(self._heads, self.pool, self.decoder.weights.layers, units, starts)
 
     def forward(

@@ -81,7 +81,7 @@ class TransformersDevice(PoolDevice):
         )  # fmt: skip
 
     def restore(self, _units: IntArray, _starts: IntArray) -> None:
-        """See CacheMover; not used, because this device keeps no hidden state."""
+        """See Device; not used, because this device keeps no hidden state."""
         raise NotImplementedError
 
     def forward(
