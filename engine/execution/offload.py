@@ -96,12 +96,9 @@ def fixed_bytes(spec: ModelSpec, itemsize: int, quantization: str) -> int:
     if not spec.tie_word_embeddings:
         matrices += spec.vocab_size * hidden
     small = spec.num_parameters - embeddings - matrices
-    return embeddings * itemsize + head + small * (itemsize + 4) + _qk_norms(spec) * (itemsize + 4)
-
-
-def _qk_norms(spec: ModelSpec) -> int:
-    """Return the number of values of q and k norms, which are repeated for every head."""
-    return spec.num_layers * (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.qk_norm else 0
+    if spec.qk_norm:  # repeated for every head
+        small += spec.num_layers * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    return embeddings * itemsize + head + small * (itemsize + 4)
 
 
 def _round(value: int, step: int) -> int:
