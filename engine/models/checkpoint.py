@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelLoadError
-from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import AWQ, EXPERTS, GPTQ, MX_GROUP, NVFP4, NVFP4_WORDS, SCALED, WORDS, Packing
 from engine.models.quantized import (
@@ -363,7 +362,7 @@ def load_weights(
             return build_weights(spec, DummyTensors(0, kind, target), make, gather)
         with Checkpoint(folder, kind, target, spec.packing, stored=stored) as checkpoint:
             weights = build_weights(spec, checkpoint, make, gather, experts)
-            copies = tuple(f"{name}.weight" for name in family_named(spec.family).names.head)
+            copies = tuple(f"{name}.weight" for name in spec.family.names.head)
             checkpoint.check_all_used(tied_copies=copies if spec.tie_word_embeddings else ())
         if weights.layers.streamed:
             checkpoint.forget()  # page cache of the files must not add to a stated memory budget

@@ -63,8 +63,8 @@ class Decoder:
             hidden = hidden * self._embedding_scale
         if self.weights.positions is None:
             return hidden
-        assert self.spec.position_offset is not None
-        return hidden + functional.embedding(positions + self.spec.position_offset, self.weights.positions)
+        assert self.spec.family.position_offset is not None
+        return hidden + functional.embedding(positions + self.spec.family.position_offset, self.weights.positions)
 
     def run(
         self,

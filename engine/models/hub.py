@@ -248,7 +248,7 @@ def _choose(folder: Path, wish: str, experts: str | None) -> Choice:
         if wish == OWN:
             raise ModelLoadError(f"{folder}: own layers with experts cannot run here: {why}; set --model-impl auto")
         return Choice(_foreign(folder), TRANSFORMERS, f"layers with experts are not ours here: {why}")
-    return Choice(own, OWN, f"the family {own.family} is ours")
+    return Choice(own, OWN, f"the family {own.family.name} is ours")
 
 
 def _instead(folder: Path, own: ModelLoadError) -> ModelShape:

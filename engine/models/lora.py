@@ -21,7 +21,6 @@ from torch import Tensor
 from engine.arrays import IntArray
 from engine.config import NamedFolder
 from engine.errors import ModelLoadError
-from engine.models.families import family_named
 from engine.models.linear import Linear
 from engine.models.spec import ModelShape, ModelSpec, read_json
 from engine.models.weights import LayerWeights, split_over, straighten
@@ -165,11 +164,11 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 def _slots(spec: ModelSpec) -> dict[str, Slot]:
     """Return the linear modules of a layer by name."""
-    names, hidden, ffn = family_named(spec.family).names, spec.hidden_size, spec.intermediate_size
+    names, hidden, ffn = spec.family.names, spec.hidden_size, spec.intermediate_size
     fused = (
         ("qkv", names.qkv, split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size)), hidden),
         ("out", (names.out,), (hidden,), spec.q_size),
-        ("up", names.up, split_over(names.up, (ffn, ffn) if spec.gated_mlp else (ffn,)), hidden),
+        ("up", names.up, split_over(names.up, (ffn, ffn) if spec.family.gated_mlp else (ffn,)), hidden),
         ("down", (names.down,), (hidden,), ffn),
     )
     slots = dict[str, Slot]()
@@ -189,7 +188,7 @@ def _module(module: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Site, S
 
 def _place(module: str, spec: ModelSpec) -> tuple[Site, Slot]:
     slots = _slots(spec)
-    for prefix in family_named(spec.family).names.prefixes:
+    for prefix in spec.family.names.prefixes:
         match = _LAYER.fullmatch(module.removeprefix(prefix)) if module.startswith(prefix) else None
         if match is not None and match[2] in slots and int(match[1]) < spec.num_layers:
             slot = slots[match[2]]
@@ -236,7 +235,7 @@ class Delta:
 
 def load_adapter(plan: AdapterPlan, spec: ModelShape, like: Tensor) -> dict[Site, Delta]:
     """Load the matrices of an adapter with the type and device of `like`. Raises ModelLoadError."""
-    interleaved = spec if isinstance(spec, ModelSpec) and family_named(spec.family).names.interleaved_qkv else None
+    interleaved = spec if isinstance(spec, ModelSpec) and spec.family.names.interleaved_qkv else None
     with torch.inference_mode(), safe_open(plan.folder / TENSORS, framework="pt", device="cpu") as file:
         deltas = dict[Site, Delta]()
         for site, parts in plan.parts.items():

@@ -16,7 +16,6 @@ from engine.errors import ModelLoadError, first_line
 from engine.models.attention import Manner
 from engine.models.checkpoint import Checkpoint, is_finite
 from engine.models.experts import replace_experts
-from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.lora import AdapterPlan, Site
 from engine.models.packing import Packing
@@ -226,7 +225,7 @@ def own_reference(
         config.sliding_window = min(windows)
     with quiet():
         model = causal_lm().from_config(config, dtype=dtype, attn_implementation="eager").eval().requires_grad_(False)
-    family = family_named(spec.family)
+    family = spec.family
     renamed = family.experts is not None and not family.experts.fused
     heads = [f"{head}.weight" for head in family.names.head]
     for name, parameter in model.state_dict().items():

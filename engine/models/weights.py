@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelLoadError, StreamingError
-from engine.models.families import TensorNames, family_named
 from engine.models.linear import AbsentLinear, AnyWeight, Linear, MakeLinear, PlainLinear, make_linear
 from engine.models.quantized import BlockWeight, FloatWeight, StoredWeight
 from engine.models.spec import ModelSpec
@@ -222,15 +221,15 @@ class _Builder:
         self._spec = spec
         self._source = source
         self._make, self._make_experts = make, experts
-        self._names: TensorNames = family_named(spec.family).names
+        self._names = spec.family.names
         self._prefix = self._first_prefix()
 
     def model(self, gather: Gather) -> ModelWeights:
         spec, names, prefix = self._spec, self._names, self._prefix
         embedding = self._source.fetch(self._embedding_name(), (spec.vocab_size, spec.hidden_size))
         positions = None
-        if spec.position_offset is not None:
-            shape = (spec.max_position_embeddings + spec.position_offset, spec.hidden_size)
+        if spec.family.position_offset is not None:
+            shape = (spec.max_position_embeddings + spec.family.position_offset, spec.hidden_size)
             positions = self._source.fetch(f"{prefix}{names.positions}.weight", shape)
         layers = gather(self.layers(range(spec.num_layers)))
         final_norm = self._norm(prefix + names.final_norm)
@@ -243,7 +242,7 @@ class _Builder:
         spec, names = self._spec, self._names
         hidden, ffn = spec.hidden_size, spec.intermediate_size
         qkv_sizes = split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
-        up_sizes = split_over(names.up, (ffn, ffn) if spec.gated_mlp else (ffn,))
+        up_sizes = split_over(names.up, (ffn, ffn) if spec.family.gated_mlp else (ffn,))
         if spec.experts is not None and self._make_experts is not None:
             up, down = (self._make_experts(*each, spec.experts.total) for each in self._stored_experts(prefix))
         elif spec.experts is not None:
@@ -252,7 +251,7 @@ class _Builder:
                 for part, bias in stacked_experts(spec, self._source, prefix)
             )
         else:
-            up = self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.gated_mlp)
+            up = self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.family.gated_mlp)
             down = self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias)
         return LayerWeights(
             input_norm=self._norm(prefix + names.input_norm),
@@ -299,7 +298,7 @@ class _Builder:
 
     def _stored_experts(self, prefix: str) -> Iterator[tuple[AnyWeight, Tensor | None]]:
         """Yield the weights [experts * out, in] and biases [experts * out] of gate and up, then of down."""
-        names, sizes, hidden = family_named(self._spec.family).experts, self._spec.experts, self._spec.hidden_size
+        names, sizes, hidden = self._spec.family.experts, self._spec.experts, self._spec.hidden_size
         assert names is not None and sizes is not None, "a family with experts"
         if not names.fused:
             modules = [f"{prefix}{names.experts}.{index}.{{}}.weight" for index in range(sizes.total)]
@@ -322,16 +321,16 @@ class _Builder:
     def _norm(self, module: str) -> Norm:
         shape = (self._spec.hidden_size,)
         weight = self._norm_weight(module, shape)
-        return Norm(weight, self._source.fetch(f"{module}.bias", shape) if self._spec.norm == "layer" else None)
+        return Norm(weight, self._source.fetch(f"{module}.bias", shape) if self._spec.family.norm == "layer" else None)
 
     def _norm_weight(self, module: str, shape: tuple[int, ...]) -> Tensor:
         weight = self._source.fetch(f"{module}.weight", shape)
-        if self._spec.centered_norms:
+        if self._spec.family.centered_norms:
             return weight.float() + 1.0
-        return weight.float() if self._spec.float_norms else weight
+        return weight.float() if self._spec.family.float_norms else weight
 
     def _router(self, prefix: str) -> Linear | None:
-        weight, names = router_of(self._spec, self._source, prefix), family_named(self._spec.family).experts
+        weight, names = router_of(self._spec, self._source, prefix), self._spec.family.experts
         if weight is None or names is None:
             return None
         bias = self._source.fetch(f"{prefix}{names.router}.bias", weight.shape[:1]) if self._spec.mlp_bias else None
@@ -347,7 +346,7 @@ class _Builder:
 
     def _qk_norm(self, prefix: str) -> Tensor | None:
         spec, names = self._spec, self._names
-        if not spec.qk_norm:
+        if not spec.family.qk_norm:
             return None
         q, k = (self._norm_weight(f"{prefix}{name}", (spec.head_dim,)) for name in (names.q_norm, names.k_norm))
         return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
@@ -377,7 +376,7 @@ class _Builder:
 
 def router_of(spec: ModelSpec, source: TensorSource, prefix: str) -> Tensor | None:
     """Fetch the router [experts, H] of the layer whose names begin with `prefix`; None without experts."""
-    names = family_named(spec.family).experts
+    names = spec.family.experts
     if spec.experts is None or names is None:
         return None
     return source.fetch(f"{prefix}{names.router}.weight", (spec.experts.total, spec.hidden_size))
@@ -388,7 +387,7 @@ def stacked_experts(
 ) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """Fetch the experts of a layer: gate and up [experts, 2 * width, H], down [experts, H, width], and the biases of
     both [experts, outputs], if any."""
-    names, sizes, hidden = family_named(spec.family).experts, spec.experts, spec.hidden_size
+    names, sizes, hidden = spec.family.experts, spec.experts, spec.hidden_size
     assert names is not None and sizes is not None, "a family with experts"
     if names.fused:
         (alternating, alternating_bias), (down_weight, down_bias) = (

@@ -172,7 +172,7 @@ class Forward:
         """Return the hidden state [T, H] before the first layer."""
         hidden: Tensor = self._kernels.embed_tokens(
             inputs.ids, inputs.source, self._last_tokens, inputs.positions, self._weights.embedding,
-            self._embedding_scale, self._weights.positions, self._spec.position_offset or 0,
+            self._embedding_scale, self._weights.positions, self._spec.family.position_offset or 0,
         )  # fmt: skip
         return hidden
 

@@ -242,7 +242,7 @@ class NativeDevice(TorchDevice):
         (composed, tape), team, spec, at = self._adapted, self.native.team, self._spec, self._buffers
         assert at.up is not None
         hidden, ffn, result = spec.hidden_size, spec.intermediate_size, at.delta if at.other is None else at.other
-        up = ffn * (1 + spec.gated_mlp)
+        up = ffn * (1 + spec.family.gated_mlp)
         slots = {
             "qkv": (at.normed[:num_tokens, :hidden], at.qkv[:num_tokens, : spec.q_size + 2 * spec.kv_size]),
             "out": (at.attended[:num_tokens, : spec.q_size], at.delta[:num_tokens, :hidden]),
@@ -324,7 +324,7 @@ class NativeDevice(TorchDevice):
             hidden=spec.hidden_size,
             vocab=spec.vocab_size,
             max_tokens=self._max_tokens,
-            rounds_once=int(spec.centered_norms),
+            rounds_once=int(spec.family.centered_norms),
             level=self._level,
             type=TYPES[self._dtype],
             scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,

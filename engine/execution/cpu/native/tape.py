@@ -38,7 +38,7 @@ class NativeWeights:
         self.embedding_scale = embedding_scale(spec, weights.embedding.dtype)
         self.local_frequencies = None if spec.local_rope is None else inverse_frequencies(spec.local_rope).contiguous()
         self.positions = weights.positions
-        self.layers = {index: self._layer(weights.layers[index], spec.gated_mlp) for index in kept}
+        self.layers = {index: self._layer(weights.layers[index], spec.family.gated_mlp) for index in kept}
         self.final_norm = _floats(weights.final_norm)
         self.head = self._linear(weights.head)
         every = (self.head, *(each for layer in self.layers.values() for each in matrices(layer)))
@@ -102,7 +102,7 @@ class Buffers:
         self.qkv = rows(spec.q_size + 2 * spec.kv_size)
         self.attended = rows(spec.q_size)
         self.inner = rows(spec.intermediate_size)
-        self.up = rows(spec.intermediate_size * (1 + spec.gated_mlp)) if adapted else None
+        self.up = rows(spec.intermediate_size * (1 + spec.family.gated_mlp)) if adapted else None
         self.last = rows(hidden, samples)
         widest = max(hidden, spec.q_size, spec.intermediate_size)  # integer rows have the strides of their float rows
         count = max(rows_for(tokens), rows_for(samples)) if row_scales else 0
@@ -177,7 +177,7 @@ class _Composer:
             kind=Kind.EMBED,
             weight=self._weights.embedding.data_ptr(),
             other=_address(self._weights.positions),
-            n=self._spec.position_offset or 0,
+            n=self._spec.family.position_offset or 0,
             out=self._at.x.data_ptr(),
             out_stride=self._at.x.stride(0),
             scale=self._weights.embedding_scale or 0.0,
