@@ -191,7 +191,7 @@ def test_rounding_in_norms_and_gates_changes_no_bit(static: float | None) -> Non
         return product(layer.qkv, x)[:, : spec.q_size]
 
     hidden = _drawn(5, spec.hidden_size)
-    expected, got = apart.run(hidden, attend), fused.run(hidden, attend, rounds=True)
+    expected, got = apart.run(hidden, attend), fused.summed(*fused.run_unsummed(hidden, attend, rounds=True))
     assert torch.equal(got, expected) and torch.equal(fused.run(hidden, attend), expected)
     assert torch.equal(fused.logits(hidden), apart.logits(hidden)) and seen == list(range(spec.num_layers))
 
