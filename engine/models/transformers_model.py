@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -252,7 +252,7 @@ def _fill_experts(model: Any, spec: ModelSpec, tensors: TensorSource) -> None:
             (layer.mlp.experts.gate_up_proj, up),
             (layer.mlp.experts.down_proj, down),
         ):
-            kept.copy_(stored)
+            kept.copy_(cast(Tensor, stored).view_as(kept))
 
 
 def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype, packing: Packing | None) -> Any:

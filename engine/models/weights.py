@@ -243,13 +243,10 @@ class _Builder:
         hidden, ffn = spec.hidden_size, spec.intermediate_size
         qkv_sizes = split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
         up_sizes = split_over(names.up, (ffn, ffn) if spec.family.gated_mlp else (ffn,))
-        if spec.experts is not None and self._make_experts is not None:
-            up, down = (self._make_experts(*each, spec.experts.total) for each in self._stored_experts(prefix))
-        elif spec.experts is not None:
-            up, down = (
-                self._make(part.flatten(0, 1), None if bias is None else bias.flatten())
-                for part, bias in stacked_experts(spec, self._source, prefix)
-            )
+        if spec.experts is not None:
+            make, count = self._make_experts, spec.experts.total
+            parts = stacked_experts(spec, self._source, prefix, stored=make is not None)
+            up, down = (self._make(*each) if make is None else make(*each, count) for each in parts)
         else:
             up = self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.family.gated_mlp)
             down = self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias)
@@ -278,7 +275,8 @@ class _Builder:
     ) -> Linear:
         pairs = list(zip(modules, sizes, strict=True))
         stack = self._straightened if interleaved else _stack
-        weight = self._weight([(f"{prefix}{name}.weight", (size, width)) for name, size in pairs], stack)
+        shapes = [(f"{prefix}{name}.weight", (size, width)) for name, size in pairs]
+        weight = stacked_weight(self._source, shapes, stack)
         bias = (
             stack([self._source.fetch(f"{prefix}{name}.bias", (size,)) for name, size in pairs]) if has_bias else None
         )
@@ -286,37 +284,6 @@ class _Builder:
 
     def _straightened(self, parts: list[Tensor]) -> Tensor:
         return straighten(self._spec, _stack(parts))
-
-    def _weight(self, modules: list[tuple[str, tuple[int, int]]], stack: Callable[[list[Tensor]], Tensor]) -> AnyWeight:
-        """Return the stacked weight, in 8 or 4 bits only if all modules are stored so."""
-        stored = [self._source.fetch_bytes(*module) for module in modules]
-        found = [each for each in stored if each is not None]
-        straightens = stack is not _stack and isinstance(stored[0], BlockWeight | FloatWeight)
-        if straightens or len({type(each) for each in stored}) > 1 or not found:
-            return stack([self._source.fetch(*each) for each in modules])
-        return found[0].stacked(found, stack)
-
-    def _stored_experts(self, prefix: str) -> Iterator[tuple[AnyWeight, Tensor | None]]:
-        """Yield the weights [experts * out, in] and biases [experts * out] of gate and up, then of down."""
-        names, sizes, hidden = self._spec.family.experts, self._spec.experts, self._spec.hidden_size
-        assert names is not None and sizes is not None, "a family with experts"
-        if not names.fused:
-            modules = [f"{prefix}{names.experts}.{index}.{{}}.weight" for index in range(sizes.total)]
-            inside, outside = (sizes.width, hidden), (hidden, sizes.width)
-            yield (
-                self._weight([(each.format(part), inside) for each in modules for part in names.parts[:2]], _stack),
-                None,
-            )
-            yield self._weight([(each.format(names.parts[2]), outside) for each in modules], _stack), None
-            return
-        for part, (n, k) in zip(names.parts, ((2 * sizes.width, hidden), (hidden, sizes.width)), strict=True):
-            name = f"{prefix}{names.experts}.{part}"
-            weight = self._source.fetch_bytes(name, (sizes.total * n, k))
-            assert isinstance(weight, FloatWeight), "experts of one tensor are stored in 4-bit floats"
-            tensors = [weight.values, weight.scales, self._source.fetch(f"{name}_bias", (sizes.total, n))]
-            if part == names.parts[0]:
-                tensors = [apart(each.view(sizes.total, n, -1)).flatten(0, 1) for each in tensors]
-            yield replace(weight, values=tensors[0], scales=tensors[1]), tensors[2].flatten()
 
     def _norm(self, module: str) -> Norm:
         shape = (self._spec.hidden_size,)
@@ -382,26 +349,51 @@ def router_of(spec: ModelSpec, source: TensorSource, prefix: str) -> Tensor | No
     return source.fetch(f"{prefix}{names.router}.weight", (spec.experts.total, spec.hidden_size))
 
 
+def _stack(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def stacked_weight(
+    source: TensorSource,
+    modules: list[tuple[str, tuple[int, int]]],
+    stack: Callable[[list[Tensor]], Tensor] = _stack,
+    *,
+    stored: bool = True,
+) -> AnyWeight:
+    """Return the stacked weight of modules (name, shape), in 8 or 4 bits only if all are `stored` so."""
+    bits = [source.fetch_bytes(*module) if stored else None for module in modules]
+    found = [each for each in bits if each is not None]
+    straightens = stack is not _stack and isinstance(bits[0], BlockWeight | FloatWeight)
+    if straightens or len({type(each) for each in bits}) > 1 or not found:
+        return stack([source.fetch(*each) for each in modules])
+    return found[0].stacked(found, stack)
+
+
 def stacked_experts(
-    spec: ModelSpec, source: TensorSource, prefix: str
-) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-    """Fetch the experts of a layer: gate and up [experts, 2 * width, H], down [experts, H, width], and the biases of
-    both [experts, outputs], if any."""
+    spec: ModelSpec, source: TensorSource, prefix: str, *, stored: bool = False
+) -> Iterator[tuple[AnyWeight, Tensor | None]]:
+    """Fetch the experts of a layer: gate and up [experts * 2 * width, H], down [experts * H, width], and the biases of
+    both, if any. `stored`: in their stored bits."""
     names, sizes, hidden = spec.family.experts, spec.experts, spec.hidden_size
     assert names is not None and sizes is not None, "a family with experts"
-    if names.fused:
-        (alternating, alternating_bias), (down_weight, down_bias) = (
-            (source.fetch(name, (sizes.total, *shape)).mT, source.fetch(f"{name}_bias", (sizes.total, shape[1])))
-            for part, shape in zip(names.parts, ((hidden, 2 * sizes.width), (sizes.width, hidden)), strict=True)
-            for name in (f"{prefix}{names.experts}.{part}",)
-        )
-        return (apart(alternating), apart(alternating_bias)), (down_weight.contiguous(), down_bias)
-    inside, outside, ups, downs = (sizes.width, hidden), (hidden, sizes.width), list[Tensor](), list[Tensor]()
-    for index in range(sizes.total):
-        gate, up, down = (f"{prefix}{names.experts}.{index}.{part}.weight" for part in names.parts)
-        ups.append(torch.cat((source.fetch(gate, inside), source.fetch(up, inside))))
-        downs.append(source.fetch(down, outside))
-    return (torch.stack(ups), None), (torch.stack(downs), None)
+    inside, outside = (sizes.width, hidden), (hidden, sizes.width)
+    if not names.fused:
+        modules = [f"{prefix}{names.experts}.{index}.{{}}.weight" for index in range(sizes.total)]
+        ups = [(module.format(part), inside) for module in modules for part in names.parts[:2]]
+        downs = [(module.format(names.parts[2]), outside) for module in modules]
+        for each in (ups, downs):
+            yield stacked_weight(source, each, stored=stored), None
+        return
+    for part, (n, k) in zip(names.parts, ((2 * sizes.width, hidden), outside), strict=True):
+        name = f"{prefix}{names.experts}.{part}"
+        bits = source.fetch_bytes(name, (sizes.total * n, k)) if stored else None
+        tensors = [source.fetch(name, (sizes.total, k, n)).mT] if bits is None else [bits.values, bits.scales]
+        tensors.append(source.fetch(f"{name}_bias", (sizes.total, n)))
+        tensors = [tensor.reshape(sizes.total, n, -1) for tensor in tensors]
+        if part == names.parts[0]:
+            tensors = [apart(tensor) for tensor in tensors]
+        first, *scales, bias = (tensor.flatten(0, 1) for tensor in tensors)
+        yield (first if bits is None else replace(bits, values=first, scales=scales[0])), bias.flatten()
 
 
 def apart(alternating: Tensor) -> Tensor:
@@ -419,10 +411,6 @@ def split_over(modules: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, .
     """Return the output sizes of the modules of one slot: one each, or the sum for a single fused module."""
     assert len(modules) in (1, len(sizes))
     return sizes if len(modules) == len(sizes) else (sum(sizes),)
-
-
-def _stack(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def torch_dtype(name: str) -> torch.dtype:
