@@ -505,7 +505,6 @@ class StreamedLayers:
 
     @contextmanager
     def use(self, index: int, /) -> Iterator[LayerWeights]:
-        """See LayerSource."""
         layer = self._layers[index]
         if index not in self._places:
             yield layer

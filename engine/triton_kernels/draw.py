@@ -10,9 +10,7 @@ logits therefore stay together, and the result equals that of sorting. The first
 4,096 parts of the row, in registers; it is most often the result, so that a draw takes six to eight passes. Twin:
 engine.triton_kernels.twins.
 
-Edits of logits: tokens that a grammar forbids, and repetition, frequency and presence penalties. Twin:
-engine.triton_kernels.twins.
-
+Edits of logits: tokens that a grammar forbids, and repetition, frequency and presence penalties.
 `history [rows, vocab]` int32 has a row per request. A value is twice the count of the token in the answer, plus 1 if
 the token occurs in the prompt.
 """

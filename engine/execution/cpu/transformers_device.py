@@ -33,7 +33,12 @@ class StepAttention(Protocol):
         """Begin a step with these chunks [n, 4]; later calls pass the tokens in the order of the returned layout."""
         ...
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner, /) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner, /) -> Tensor:
+        """Attend q [T, heads, d] to k [T, kv_heads, d], v [T, kv_heads, e] and the past; returns [T, heads * e].
+
+        Writes k and v to the pool, whose cells may be wider than those of this layer.
+        """
+        ...
 
 
 MakeAttention = Callable[[UnitPool, RowTable], StepAttention]

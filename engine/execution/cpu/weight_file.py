@@ -49,7 +49,6 @@ class WeightFile:
         self._reads: list[Future[None] | None] = [None] * BUFFERS
 
     def keep(self, place: int, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """See Transport."""
         for at, part in parts:
             self.buffers[0][at : at + part.nbytes].copy_(part)
         try:
@@ -58,12 +57,10 @@ class WeightFile:
             raise ConfigError(f"writing the streamed weights failed: {error.strerror}") from None
 
     def begin(self, place: int, buffer: int) -> None:
-        """See Transport."""
         target = memoryview(self._maps[buffer])
         self._reads[buffer] = self._threads.submit(self._file.read, place * self._size, target)
 
     def wait(self, buffer: int) -> None:
-        """See Transport."""
         read = self._reads[buffer]
         assert read is not None, "begin() must precede wait()"
         read.result()
@@ -107,23 +104,19 @@ class CacheFile:
         self._lost: StreamingError | None = None
 
     def attach(self, buffers: Tensor, num_layers: int) -> None:
-        """See CacheStore."""
         self._views = [memoryview(each.view(-1).numpy()) for each in buffers]
         self._slice_bytes, self._size = buffers.shape[2], len(self._views[0])
         self._file = _open(self._folder, self._size * num_layers, "--swap-space")
 
     def load(self, layer: int, spans: Sequence[Span]) -> None:
-        """See CacheStore."""
         self._loads[layer % CACHE_BUFFERS] = self._submit(self._file.read, layer, spans)
 
     def wait(self, layer: int) -> None:
-        """See CacheStore."""
         load = self._loads[layer % CACHE_BUFFERS]
         assert load is not None, "load() must precede wait()"
         load.result()
 
     def save(self, layer: int, spans: Sequence[Span]) -> None:
-        """See CacheStore."""
         if spans:
             self._saves.append(self._submit(self._file.write, layer, spans))
 

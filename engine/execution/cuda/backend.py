@@ -138,7 +138,6 @@ class CudaBackend(Backend):
         return humming.is_usable() and torch.cuda.get_device_capability() >= _OLDEST_ARCH
 
     def library_fault(self, plan: LaunchPlan, say: Callable[[str], None]) -> str:
-        """See Backend."""
         packing = plan.spec.packing
         if not plan.library or packing is None:
             return ""
@@ -232,7 +231,6 @@ class CudaBackend(Backend):
         folder: Path,
         say: Callable[[str], None],
     ) -> LaunchPlan:
-        """See Backend."""
         skips = not config.self_test or isinstance(weights, TransformersModel)
         if skips or self._refusal_of(plan) is not None:
             return plan
@@ -281,7 +279,6 @@ class CudaBackend(Backend):
     def module_attention(
         self, model: TransformersModel, limits: Limits, *, by_kernels: bool = True
     ) -> tuple[MakeAttention | None, str]:
-        """See Backend."""
         if not by_kernels:
             return None, "torch operators"
         seen, _ = probe(model.module)

@@ -275,10 +275,7 @@ class Stage:
         return receive
 
     def pass_through(self, beyond: "NextStage | None", chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """Run the next part of a step that another device began, with the data of `NextStage.send`, chunk i in row i.
-
-        Returns the wanted hidden states, on the host.
-        """
+        """See StagedDevice."""
         layout = decodes_first(chunks)
         inputs, chunk = self._fill(layout), layout.token_rows
         firsts = np.cumsum(chunks[:, 2]) - chunks[:, 2]
@@ -337,7 +334,7 @@ _WISHES = (_EVERYTHING, SamplingParams(1), SamplingParams(1, temperature=0.0))
 
 
 class CudaDevice:
-    """A Device for CUDA. Two steps may be in flight. Use it from one thread.
+    """A StagedDevice for CUDA. Two steps may be in flight. Use it from one thread.
 
     Raises ConfigError for scratch if the model cannot use hidden state as a cache.
 

@@ -298,11 +298,9 @@ class MappedLayers(ResidentLayers):
 
     @property
     def spare_bytes(self) -> int:
-        """See ResidentLayers."""
         return sum(piece.num_bytes for piece in self._pieces)
 
     def reserve(self, num_bytes: int, spare_bytes: int) -> "MappedLayers":
-        """See Reserve."""
         assert self._pool is None, "layers can lend memory to one pool only"
         try:
             piece = self._memory.create(num_bytes)
@@ -335,7 +333,6 @@ class MappedLayers(ResidentLayers):
         super().give_up(indices, needed)
 
     def back(self, num_bytes: int) -> None:
-        """See PoolMemory."""
         assert self._pool is not None
         if self._pool.backed < num_bytes:
             raise ValueError(f"the pool needs {num_bytes} bytes but has only {self._pool.backed}")

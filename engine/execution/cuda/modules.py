@@ -24,7 +24,7 @@ _NO_CHUNKS = np.zeros((0, 4), dtype=np.int64)
 
 
 class KernelAttention:
-    """Attention of one step at a time, over a pool in the model's type, on the current stream."""
+    """A StepAttention over a pool in the model's type, on the current stream."""
 
     def __init__(self, kernels: Kernels, pool: UnitPool, rows: RowTable, limits: Limits) -> None:
         assert pool.bytes is None and not pool.scratch_blocks, "modules need K and V in their own type"
@@ -38,16 +38,11 @@ class KernelAttention:
         self._layout: Layout | None = None
 
     def begin(self, chunks: IntArray) -> Layout:
-        """Begin a step with these chunks [n, 4] (row, start, length, sample); later calls pass tokens in this order."""
         self._layout = decodes_first(chunks)
         self._inputs.clear()
         return self._layout
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
-        """Attend q [T, heads, d] to k [T, kv_heads, d], v [T, kv_heads, e] and the past; returns [T, heads * e].
-
-        Writes k and v to the pool, whose cells may be wider than those of this layer.
-        """
         heads = HeadSizes(q.shape[1], k.shape[1], k.shape[2], v.shape[2])
         inputs = self._inputs.get(heads)
         if inputs is None:

@@ -37,7 +37,7 @@ class HeadShape(NamedTuple):
 
 
 class NativeAttention:
-    """Attention of one `step` at a time, over a pool in the model's type. `max_model_len`: longest context."""
+    """A StepAttention over a pool in the model's type. `max_model_len`: longest context."""
 
     def __init__(self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int) -> None:
         self._native = native
@@ -49,16 +49,12 @@ class NativeAttention:
         self._step = TapeStep()
 
     def begin(self, chunks: IntArray) -> Layout:
-        """Begin a step with these chunks [n, 4] (row, start, length, sample); calls pass tokens in this order."""
         self._chunks = np.ascontiguousarray(chunks, dtype=np.int64)
         self._step = step_over(self._pool, self._rows, self._chunks)
         return Layout.of(chunks, np.arange(len(chunks)))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
-        """Attend q [T, heads, d] to k [T, kv_heads, d], v [T, kv_heads, e] and the past; returns [T, heads * e].
-
-        Writes k and v to the pool, whose cells may be wider than those of this layer. Raises StepError.
-        """
+        """See StepAttention. Raises StepError."""
         scale = q.shape[2] ** -0.5 if manner.scale is None else manner.scale
         heads = HeadShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], scale)
         tape = self._tapes.get(heads)

@@ -111,7 +111,6 @@ class NativeDevice(TorchDevice):
         return result.as_given()
 
     def begin_forward(self, chunks: IntArray, masks: FinishMasks | None) -> "FinishForward":
-        """See StagedDevice."""
         finish = self._begin_stage(chunks, logits=not self._is_plain(chunks, masks))
         return lambda: finish().as_given()
 
@@ -153,13 +152,11 @@ class NativeDevice(TorchDevice):
         return Sampled(self._best[:count], self._best_ids[:count], kept)
 
     def keep(self, layers: range) -> None:
-        """See TorchDevice."""
         super().keep(layers)
         self._weights = NativeWeights(self.native, self._spec, self.decoder.weights, layers)
         self._make_room(self._max_tokens)
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """See TorchDevice."""
         chunks, tape, team = self._take(chunks), self._tape, self.native.team
         step = self._step(chunks, None)
         tape.begin(team, step)
