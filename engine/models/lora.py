@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from engine.arrays import IntArray
@@ -23,8 +23,8 @@ from engine.config import NamedFolder
 from engine.errors import ModelLoadError
 from engine.models.linear import Linear
 from engine.models.spec import ModelShape, ModelSpec, read_json
+from engine.models.stored_tensors import read_header
 from engine.models.weights import LayerWeights, split_over, straighten
-from engine.panics import LibraryPanicError, as_error
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
@@ -119,11 +119,11 @@ def _plan(given: NamedFolder, spec: ModelShape) -> AdapterPlan:
     if not (folder / TENSORS).is_file():
         raise ModelLoadError(f"{folder} lacks {TENSORS}; weights in other formats are not read")
     halves: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in _shapes(folder / TENSORS).items():
+    for name, tensor in read_header(folder / TENSORS).items():
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise ModelLoadError(f"tensor {name} is not a LoRA matrix of a linear layer; others are not supported")
-        halves.setdefault(match["module"], {})[match["half"]] = shape
+        halves.setdefault(match["module"], {})[match["half"]] = tensor.shape
     if not halves:
         raise ModelLoadError(f"{folder / TENSORS} is empty")
     parts = dict[Site, list[AdaptedModule]]()
@@ -149,17 +149,6 @@ def _check_config(config: Mapping[str, Any]) -> None:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise ModelLoadError(f"{CONFIG} must set r and lora_alpha")
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except BaseException as raised:
-        error = as_error(raised)
-        if not isinstance(error, SafetensorError | OSError | LibraryPanicError):
-            raise
-        raise ModelLoadError(f"{path} is not a readable safetensors file: {error}") from None
 
 
 def _slots(spec: ModelSpec) -> dict[str, Slot]:

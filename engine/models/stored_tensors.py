@@ -143,21 +143,26 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header = file.read(size)
     begin = _LENGTH_BYTES + size
     try:
-        return {
+        found = {
             name: StoredTensor(path, each["dtype"], tuple(each["shape"]), *(begin + at for at in each["data_offsets"]))
             for name, each in json.loads(header).items()
             if name != "__metadata__"
         }
+        whole, end = path.stat().st_size, max((each.end for each in found.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ModelLoadError(f"{path} is not a readable safetensors file") from None
+    if end > whole:
+        raise ModelLoadError(f"{path} is incomplete: {whole / 1e6:.1f} of {end / 1e6:.1f} MB")
+    return found
 
 
 def damage_of(path: Path) -> str:
-    """Return how a safetensors file that cannot be opened is damaged. Its header states where the tensors end."""
-    with suppress(OSError, ModelLoadError):
-        size, end = path.stat().st_size, max((each.end for each in read_header(path).values()), default=0)
-        if end > size:
-            return f"is incomplete: {size / 1e6:.1f} of {end / 1e6:.1f} MB"
+    """Return how a safetensors file that cannot be opened is damaged."""
+    with suppress(OSError):
+        try:
+            read_header(path)
+        except ModelLoadError as error:
+            return error.message.removeprefix(f"{path} ")
     return "is not a readable safetensors file"
 
 
