@@ -10,6 +10,7 @@ The caller must have checked token ids against the vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -48,7 +49,16 @@ class RowLogprobs:
     places: IntArray
     counts: IntArray
 
-    def read(self, packed: Int32Array, tokens: Int32Array) -> list[TokenLogprobs | None]:
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, places: IntArray, counts: IntArray) -> Self:
+        """Compute them from the logits [w, vocab] and tokens [w] of the samples `places`."""
+        values = logits.float().log_softmax(dim=-1)
+        chosen = values.gather(1, tokens.clamp(min=0).long()[:, None])
+        top = values.topk(min(max(int(counts.max()), 1), values.shape[1]), dim=-1)
+        packed = torch.cat((chosen.view(torch.int32), top.values.view(torch.int32), top.indices.to(torch.int32)), dim=1)
+        return cls(packed, places, counts)
+
+    def read(self, packed: Int32Array, tokens: Int32Array | IntArray) -> list[TokenLogprobs | None]:
         """Decode a host copy; None for samples without a token or without log-probabilities."""
         results: list[TokenLogprobs | None] = [None] * len(tokens)
         most = packed.shape[1] // 2
@@ -230,16 +240,8 @@ def _lowest_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
 
 def _logprobs(logits: Tensor, tokens: IntArray, places: IntArray, num_logprobs: IntArray) -> list[TokenLogprobs | None]:
     """Return natural log-probabilities of raw float32 logits for rows `places`; None for the others."""
-    results: list[TokenLogprobs | None] = [None] * len(tokens)
     if not places.size:
-        return results
-    values = _select(logits, places).log_softmax(dim=-1)
-    chosen = values.gather(1, torch.from_numpy(tokens[places]).to(values.device)[:, None])[:, 0].tolist()
-    most = min(max(int(num_logprobs[places].max()), 1), values.shape[1])
-    top = values.topk(most, dim=-1)
-    for place, logprob, ids, bests in zip(
-        places.tolist(), chosen, top.indices.tolist(), top.values.tolist(), strict=True
-    ):
-        count = int(num_logprobs[place])
-        results[place] = TokenLogprobs(logprob, tuple(zip(ids[:count], bests[:count], strict=True)))
-    return results
+        return [None] * len(tokens)
+    chosen = torch.from_numpy(tokens[places]).to(logits.device)
+    best = RowLogprobs.of(_select(logits, places), chosen, places, num_logprobs[places])
+    return best.read(best.packed.cpu().numpy(), tokens)

@@ -227,11 +227,8 @@ def _logprobs(raw: Tensor, tokens: Tensor, wishes: StepWishes) -> RowLogprobs | 
     wanted = wishes.logprobs
     if wanted is None:
         return None
-    values = raw.index_select(0, wanted.places).float().log_softmax(dim=-1)
-    chosen = values.gather(1, tokens.index_select(0, wanted.places).clamp(min=0).long()[:, None])
-    top = values.topk(min(max(int(wanted.counts.max()), 1), values.shape[1]), dim=-1)
-    packed = torch.cat((chosen.view(torch.int32), top.values.view(torch.int32), top.indices.to(torch.int32)), dim=1)
-    return RowLogprobs(packed, wanted.host_places, wanted.counts)
+    rows, chosen = raw.index_select(0, wanted.places), tokens.index_select(0, wanted.places)
+    return RowLogprobs.of(rows, chosen, wanted.host_places, wanted.counts)
 
 
 class Stage:
