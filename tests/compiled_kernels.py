@@ -24,12 +24,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.gpu.setup import SHAPES
-from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.limits import Limits
+from engine.models.attention import HeadSizes
 from engine.models.byte_cells import INTEGERS
 from engine.models.compact import FLOAT8, Float8Linear, Rounding
 from engine.models.linear import AnyWeight, MakeLinear, make_linear

@@ -19,7 +19,7 @@ from engine.execution import memory
 from engine.execution.backend import Backend
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
-from engine.execution.cuda.buffers import Buckets, HeadSizes, decode_buckets, graph_bytes, mixed_buckets
+from engine.execution.cuda.buffers import Buckets, decode_buckets, graph_bytes, mixed_buckets
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernel_check import check_kernels, remembered, with_twins
 from engine.execution.cuda.mapped_layers import MappedLayers, Memory
@@ -34,6 +34,7 @@ from engine.execution.stages import PipelineRunner
 from engine.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 from engine.machine.facts import BUS_RATE, cuda_devices, cuda_driver, host_engines
 from engine.models import compact, humming
+from engine.models.attention import HeadSizes
 from engine.models.checkpoint import load_layers
 from engine.models.compact import BLOCK, Blocks, Tiles, check, make_compact
 from engine.models.decoder import Decoder
@@ -282,7 +283,7 @@ class CudaBackend(Backend):
         if not by_kernels:
             return None, "torch operators"
         seen, _ = probe(model.module)
-        calls = [(HeadSizes(each.heads, each.kv_heads, *each.widths), each.manner) for each in seen]
+        calls = [(each.sizes, each.manner) for each in seen]
         dtype, capability = model.like.dtype, torch.cuda.get_device_capability()
         refusals = (kernel_refusal(heads, dtype, capability) for heads, _ in calls)
         if model.shape.kv_size * dtype.itemsize % 16:
@@ -344,7 +345,7 @@ def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, 
         if not _SMALLEST_HEAD <= width <= 256 or width * dtype.itemsize % 16:
             return f"heads of {width} are not supported ({_SMALLEST_HEAD} up to 256, a multiple of 16 bytes)"
     largest = _LARGEST_GROUP // 2 if dtype == torch.float32 else _LARGEST_GROUP
-    if heads.num_heads // heads.num_kv_heads > largest:
+    if heads.heads // heads.kv_heads > largest:
         return f"more than {largest} query heads share a KV head in {str(dtype).removeprefix('torch.')}"
     return None
 

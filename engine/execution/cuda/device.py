@@ -37,7 +37,6 @@ from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import Int32Array, IntArray
 from engine.execution.cuda.buffers import (
     Buckets,
-    HeadSizes,
     PaddedShape,
     RepeatedStep,
     StepBuffers,
@@ -54,6 +53,7 @@ from engine.execution.rows import Layout, RowTable, decodes_first, has_hidden
 from engine.execution.sampler import DeviceSamples, RowLogprobs
 from engine.execution.stream import DeviceStream, Mark, pinned
 from engine.limits import Limits
+from engine.models.attention import HeadSizes
 from engine.models.lora import Adapters, Delta, Site, StepAdapters
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cuda.buffers import HeadSizes, PaddedShape, StepBuffers, StepInputs
+from engine.execution.cuda.buffers import PaddedShape, StepBuffers, StepInputs
 from engine.execution.cuda.forward import DeviceTables, attend
 from engine.execution.pool import UnitPool
 from engine.execution.rows import Layout, RowTable, decodes_first
 from engine.limits import Limits
-from engine.models.attention import PLAIN, Manner
+from engine.models.attention import PLAIN, HeadSizes, Manner
 from engine.triton_kernels import Kernels
 
 _NO_CHUNKS = np.zeros((0, 4), dtype=np.int64)
@@ -43,7 +43,7 @@ class KernelAttention:
         return self._layout
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
-        heads = HeadSizes(q.shape[1], k.shape[1], k.shape[2], v.shape[2])
+        heads = HeadSizes.seen(q, k, v)
         inputs = self._inputs.get(heads)
         if inputs is None:
             assert self._layout is not None, "begin() must precede attention"
@@ -58,7 +58,7 @@ class KernelAttention:
 
         q, k = (zeros(count, heads.head_dim) for count in heads[:2])
         inputs = self._send(heads, decodes_first(_NO_CHUNKS), 2, 1)
-        self._attend(inputs, 0, (q, k, zeros(heads.num_kv_heads, heads.value_dim)), manner)
+        self._attend(inputs, 0, (q, k, zeros(heads.kv_heads, heads.value_dim)), manner)
 
     def _attend(self, inputs: StepInputs, layer: int, parts: tuple[Tensor, Tensor, Tensor], manner: Manner) -> Tensor:
         q, k, v = (each.contiguous() for each in parts)
