@@ -37,7 +37,10 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 class WeightFile:
-    """A Transport of `count` layers of up to `size` bytes each, in a file in `folder`. Raises ConfigError."""
+    """A Transport of `count` layers of up to `size` bytes each, in a file in `folder`, freed with its last reader.
+
+    Raises ConfigError.
+    """
 
     def __init__(self, folder: Path, size: int, count: int) -> None:
         self._size = -(-size // PAGE) * PAGE
@@ -67,11 +70,6 @@ class WeightFile:
 
     def release(self, buffer: int) -> None:
         """See Transport; a no-op, because computing has ended."""
-
-    def close(self) -> None:
-        """Free the file; no read may be started afterwards. Without a call the file is freed with its last reader."""
-        self._threads.shutdown(wait=True)
-        self._file.close()
 
     def seconds(self) -> float:
         """Return the seconds per layer, as a mean over all layers, at least once, for about half a second."""
@@ -137,12 +135,6 @@ class CacheFile:
         views = [view[begin * each : end * each] for begin, end in spans]
         return self._threads[layer % CACHE_BUFFERS].submit(_move_all, self._helpers, move, firsts, views)
 
-    def close(self) -> None:
-        """Free the file; nothing may be started afterwards."""
-        for thread in (*self._threads, self._helpers):
-            thread.shutdown(wait=True)
-        self._file.close()
-
 
 class _File:
     """An unnamed file. An access in progress holds it, but not its user, so that its end need not be awaited.
@@ -153,12 +145,9 @@ class _File:
     def __init__(self, number: int, *, direct: bool) -> None:
         self.number, self.direct = number, direct
 
-    def close(self) -> None:
+    def __del__(self) -> None:
         if self.number >= 0:
             os.close(self.number)
-            self.number = -1
-
-    __del__ = close
 
     def read(self, first: int, view: memoryview) -> None:
         """Fill `view` from position `first` on. Raises StreamingError."""
