@@ -162,7 +162,8 @@ class StageError(RuntimeError):
 
 @runtime_checkable
 class StagedDevice(Device, Protocol):
-    """A device that runs a range of layers and can lead the stages after it."""
+    """A device that runs a range of layers and can lead the stages after it. `beyond` runs the layers after these on
+    the next engine of a pipeline."""
 
     decoder: Decoder
     beyond: "NextStage | None"

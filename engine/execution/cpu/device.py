@@ -322,11 +322,7 @@ class PoolDevice:
 
 
 class TorchDevice(PoolDevice):
-    """A StagedDevice for native models. Raises ConfigError for scratch if the model cannot use hidden state as a cache.
-
-    Attributes:
-        beyond: Runs the following layers on the next engine of a pipeline.
-    """
+    """A StagedDevice for native models. Raises ConfigError like `UnitPool.of`."""
 
     def __init__(self, decoder: Decoder, limits: Limits, **pool: Unpack[PoolOptions]) -> None:
         spec, weights = decoder.spec, decoder.weights

@@ -139,7 +139,7 @@ class CacheFile:
 class _File:
     """An unnamed file. An access in progress holds it, but not its user, so that its end need not be awaited.
 
-    `direct`: accesses bypass the page cache; else what they move is dropped from it.
+    `direct`: accesses bypass the page cache; otherwise they drop their pages from it.
     """
 
     def __init__(self, number: int, *, direct: bool) -> None:

@@ -351,7 +351,7 @@ def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, 
 
 
 def _rounding(*, by_kernels: bool) -> compact.Rounding:
-    """Return what rounds inputs to 8-bit floats: kernels if Triton works."""
+    """Return the functions that round inputs to 8-bit floats: kernels if Triton works."""
     if not by_kernels or launch_refusal() is not None:
         return compact.BY_TORCH
     kernels = importlib.import_module("engine.triton_kernels.norms")

@@ -331,9 +331,8 @@ _WISHES = (_EVERYTHING, SamplingParams(1), SamplingParams(1, temperature=0.0))
 
 
 class CudaDevice:
-    """A StagedDevice for CUDA. Two steps may be in flight. Use it from one thread.
-
-    Raises ConfigError for scratch if the model cannot use hidden state as a cache.
+    """A StagedDevice for CUDA. Two steps may be in flight. Use it from one thread. Raises ConfigError like
+    `UnitPool.of`.
 
     Args:
         kernels: Triton kernels or their torch twins.
@@ -342,7 +341,6 @@ class CudaDevice:
 
     Attributes:
         tables: Block tables and last tokens on the device.
-        beyond: Runs the following layers on the next engine of a pipeline.
     """
 
     pipeline_depth = 1
