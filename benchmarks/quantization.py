@@ -26,14 +26,16 @@ from benchmarks.live import CONFIG, make_model_folder
 from benchmarks.machine import describe
 from engine.build import build_runner, plan_launch, resolve_model
 from engine.config import EngineConfig
-from engine.execution.cpu.native.start import dense_logits
+from engine.execution.cpu.device import mix
+from engine.models.attention import HeadProjection, manners_of
 from engine.models.byte_cells import INTEGERS, dequantize, quantize
 from engine.models.checkpoint import load_weights
 from engine.models.compact import make_float8
+from engine.models.decoder import Decoder
 from engine.models.linear import MakeLinear, make_linear, make_packed
 from engine.models.quantized import make_quantized
 from engine.models.spec import ModelSpec, load_spec
-from engine.models.weights import ModelWeights
+from engine.models.weights import LayerWeights, ModelWeights
 from engine.profiling.calibration import ShapeRunner, StepShape
 from engine.text.tokenizer import Tokenizer
 
@@ -91,6 +93,28 @@ class Arm:
 
     weights: ModelWeights
     cell_type: torch.dtype | None = None
+
+
+def dense_logits(
+    spec: ModelSpec, weights: ModelWeights, ids: Tensor, keep: Callable[[Tensor], Tensor] = lambda cells: cells
+) -> Tensor:
+    """Return logits [length, vocab] float32. `keep` applies a cache's rounding to K and to V [length, kv_heads, d]."""
+    length = len(ids)
+    heads, decoder = HeadProjection(spec, weights), Decoder(spec, weights)
+    manners = manners_of(spec, weights.layers)
+    positions = torch.arange(length)
+    rotary, past_by = heads.rotary(positions), positions[:, None] - positions
+
+    def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        q, k, v = heads.qkv(layer, x, rotary[index])
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, keep(k), keep(v)))
+        hidden = (past_by < 0) | (past_by >= (manners[index].window or length))
+        bias = torch.zeros(past_by.shape, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
+        mixed = mix(q, k, v, bias[None, None], manners[index])
+        return mixed.squeeze(0).transpose(0, 1).reshape(length, -1)
+
+    with torch.inference_mode():
+        return decoder.logits(decoder.run(decoder.embed(ids, positions), attend)).float()
 
 
 def logits_of(spec: ModelSpec, weights: ModelWeights, ids: list[int], cell_type: torch.dtype | None = None) -> Tensor:

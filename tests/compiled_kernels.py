@@ -24,15 +24,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.gpu.setup import SHAPES
-from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.modules import KernelAttention
 from engine.execution.rows import RowTable
 from engine.execution.runner import Runner
 from engine.limits import Limits
+from engine.models.attention import HeadSizes
 from engine.models.byte_cells import INTEGERS
 from engine.models.compact import FLOAT8, Float8Linear, Rounding
 from engine.models.linear import AnyWeight, MakeLinear, make_linear
+from engine.models.quantized import RoundedWeight
 from engine.models.spec import hidden_state_refusal, spec_from_config
 from engine.models.weights import build_weights
 from engine.triton_kernels import triton_kernels
@@ -158,7 +159,8 @@ def _float8(stored: bool) -> MakeLinear:
         assert isinstance(weight, torch.Tensor)
         values, ones = weight.new_empty(weight.shape, dtype=FLOAT8), partial(weight.new_ones, dtype=torch.float32)
         inputs = ones(1) if stored else None
-        return Float8Linear(values, ones((len(weight), 1)), bias, Rounding(round_rows, scale_rows), inputs)
+        rounded = RoundedWeight(values, ones((len(weight), 1)), torch.bfloat16, inputs)
+        return Float8Linear(rounded, bias, Rounding(round_rows, scale_rows))
 
     return make
 

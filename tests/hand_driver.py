@@ -29,7 +29,7 @@ from engine.cache.blocks import (
     extend_hashes,
 )
 from engine.execution.cpu.device import TorchDevice
-from engine.execution.cpu.native.device import NativeDevice, NativeModel, Sampled
+from engine.execution.cpu.native.device import NativeDevice, Sampled
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.runner import Runner
 from engine.limits import Limits
@@ -53,15 +53,12 @@ class RecordingDecoder(Decoder):
         return self.last
 
 
-class KeepingModel:
-    """A native model that keeps its logits where a driver looks for them."""
-
-    def __init__(self, model: NativeModel, decoder: RecordingDecoder) -> None:
-        self._model, self._decoder = model, decoder
+class RecordingNative(NativeDevice):
+    """Keeps its logits where a driver looks for them."""
 
     def run(self, chunks: IntArray, *, logits: bool, **stage: Any) -> Sampled:
-        result = self._model.run(chunks, logits=True, **stage)
-        self._decoder.last = None if result.logits is None else result.logits.clone()
+        result = super().run(chunks, logits=True, **stage)
+        self.decoder.last = None if result.logits is None else result.logits.clone()  # type: ignore[attr-defined]
         return Sampled(result.best, result.best_ids, result.logits if logits else None)
 
 
@@ -71,9 +68,7 @@ def recording_device(backend: str, decoder: RecordingDecoder, limits: Limits, **
         return TorchDevice(decoder, limits, **options)
     if backend == "cuda":
         return device_of(backend, decoder.spec, decoder.weights, limits, **options)
-    device = NativeDevice(decoder, native(), limits, **options)
-    device._native = KeepingModel(device._native, decoder)  # type: ignore[assignment]
-    return device
+    return RecordingNative(decoder, native(), limits, **options)
 
 
 @dataclass(slots=True, eq=False)

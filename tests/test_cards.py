@@ -72,7 +72,7 @@ class Meta:
         n, k = shape
         if self._packing.nibbles:
             scales, zeros = meta((n, k // 128), torch.bfloat16), meta((n, k // 128), torch.uint8)
-            return PackedWeight(meta((n, k // 2), torch.uint8), scales, zeros, torch.bfloat16)
+            return PackedWeight(meta((n, k // 2), torch.uint8), scales, torch.bfloat16, zeros)
         scales = meta((n // 128, k // 128), torch.float32)
         return BlockWeight.of(meta(shape, torch.float8_e4m3fn), scales, (128, 128), torch.bfloat16)
 

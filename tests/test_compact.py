@@ -56,7 +56,7 @@ def scaled_product(rows: Tensor, by_group: Tensor, values: Tensor, scales: Tenso
     assert len(rows) % 4 == 0 and by_group.stride() == (1, len(rows))
     assert scales.shape[1] % 4 == 0 and scales.is_contiguous()
     x = rows.float().view(len(rows), -1, 128) * by_group[..., None]
-    return (x.flatten(1) @ BlockWeight(values, scales, (128, 128), torch.float32).dense().t()).bfloat16()
+    return (x.flatten(1) @ BlockWeight(values, scales, torch.float32, (128, 128)).dense().t()).bfloat16()
 
 
 TILES, BLOCKS = Tiles(pack, multiply), Blocks(BY_TORCH, scaled_product)
@@ -240,7 +240,7 @@ def test_planned_bytes_are_those_of_the_layers(tmp_path: Path) -> None:
             part.nbytes if part.dim() != 1 else 0
             for layer in found.layers
             for matrix in matrices(layer)
-            for part in matrix._weight  # type: ignore[attr-defined]
+            for part in vars(matrix._weight).values()  # type: ignore[attr-defined]
             if isinstance(part, Tensor)
         )
         rest = spec.num_parameters - spec.num_layers * sum(n * k for n, k in spec.matrices)

@@ -24,12 +24,13 @@ from engine.execution import memory, stream
 from engine.execution.backend import find_backend
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cuda import backend
-from engine.execution.cuda.buffers import GRAPH_TOKENS, Buckets, HeadSizes
+from engine.execution.cuda.buffers import GRAPH_TOKENS, Buckets
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.mapped_layers import MappedLayers
 from engine.execution.plan import LaunchPlan
 from engine.execution.runner import Runner
 from engine.machine.facts import Processor
+from engine.models.attention import HeadSizes
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import load_spec

@@ -20,7 +20,6 @@ from engine.execution.cuda.buffers import (
     GRAPH_TOKENS,
     Buckets,
     DrawInputs,
-    HeadSizes,
     RepeatedStep,
     StepBuffers,
     StepInputs,
@@ -28,6 +27,7 @@ from engine.execution.cuda.buffers import (
 from engine.execution.cuda.forward import DeviceTables, Graphs
 from engine.execution.rows import RowTable, decodes_first
 from engine.limits import Limits
+from engine.models.attention import HeadSizes
 from engine.models.checkpoint import load_weights
 from engine.models.decoder import Decoder
 from engine.models.spec import load_spec

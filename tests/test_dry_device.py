@@ -21,7 +21,6 @@ from engine.arrays import IntArray
 from engine.cache.blocks import CacheAction, CacheEntry, CacheKind, CacheOperation, Tier
 from engine.execution import stream
 from engine.execution.cuda import buffers
-from engine.execution.cuda.buffers import HeadSizes
 from engine.execution.cuda.device import LARGEST_RANK, CudaDevice, Sampling
 from engine.execution.cuda.forward import Forward
 from engine.execution.cuda.kernel_check import with_twins
@@ -33,7 +32,7 @@ from engine.execution.rows import RowTable, chunk_array, decodes_first
 from engine.execution.runner import Runner
 from engine.forms import Grammar
 from engine.limits import Limits
-from engine.models.attention import PLAIN, Manner
+from engine.models.attention import PLAIN, HeadSizes, Manner
 from engine.models.lora import Delta, Site
 from engine.models.spec import ModelSpec, hidden_state_refusal, load_spec
 from engine.models.weights import build_weights
@@ -506,11 +505,11 @@ def test_modules_wait_for_nothing_and_compile_nothing_once_their_heads_are_known
             rows.apply(step)
             tokens = len(attention.begin(chunk_array(step.chunks)).positions)
             for layer, (heads, manner) in enumerate(layers):
-                sizes = ((heads.num_heads, heads.head_dim), (heads.num_kv_heads, heads.head_dim))
+                sizes = ((heads.heads, heads.head_dim), (heads.kv_heads, heads.head_dim))
                 q, k = (torch.empty((tokens, *size), dtype=pool.dtype, device=META) for size in sizes)
-                v = torch.empty((tokens, heads.num_kv_heads, heads.value_dim), dtype=pool.dtype, device=META)
+                v = torch.empty((tokens, heads.kv_heads, heads.value_dim), dtype=pool.dtype, device=META)
                 out = attention(layer, q, k, v, manner)
-                assert out.shape == (tokens, heads.num_heads * heads.value_dim)
+                assert out.shape == (tokens, heads.heads * heads.value_dim)
             assert not dry.counts["blocking"] and dry.counts["uploads"] == len({heads for heads, _ in layers})
             launches.append(dry.counts["kernels"] / len(layers))
         assert launches == [2, 2, 2, 3, 2]  # prompts; decodes; both

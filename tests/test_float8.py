@@ -106,7 +106,8 @@ def test_a_given_scale_cuts_off_what_is_beyond_it() -> None:
 def test_a_device_is_asked_for_one_product_and_never_waited_for(rows: int) -> None:
     """`meta` checks types, strides and sizes of the product as the device does."""
     values = torch.empty(48, 64, dtype=FLOAT8, device=META)
-    layer = Float8Linear(values, torch.empty(48, 1, device=META), torch.empty(48, dtype=torch.bfloat16, device=META))
+    weight = RoundedWeight(values, torch.empty(48, 1, device=META), torch.bfloat16)
+    layer = Float8Linear(weight, torch.empty(48, dtype=torch.bfloat16, device=META))
     with dry_device() as dry, torch.inference_mode():
         dry.strict = True
         got = layer(torch.empty(rows, 64, dtype=torch.bfloat16, device=META))
@@ -123,7 +124,8 @@ def _meta_layers(stored: bool) -> MakeLinear:
         n, k = weight.shape
         values = torch.empty(n, k, dtype=FLOAT8, device=META)
         inputs = torch.ones(1, device=META) if stored else None
-        return Float8Linear(values, torch.empty(n, 1, device=META), bias, rounding, inputs)
+        rounded = RoundedWeight(values, torch.empty(n, 1, device=META), torch.bfloat16, inputs)
+        return Float8Linear(rounded, bias, rounding)
 
     return make
 
@@ -189,7 +191,7 @@ def test_rounding_in_norms_and_gates_changes_no_bit(static: float | None) -> Non
         return product(layer.qkv, x)[:, : spec.q_size]
 
     hidden = _drawn(5, spec.hidden_size)
-    expected, got = apart.run(hidden, attend), fused.run(hidden, attend, rounds=True)
+    expected, got = apart.run(hidden, attend), fused.summed(*fused.run_unsummed(hidden, attend, rounds=True))
     assert torch.equal(got, expected) and torch.equal(fused.run(hidden, attend), expected)
     assert torch.equal(fused.logits(hidden), apart.logits(hidden)) and seen == list(range(spec.num_layers))
 

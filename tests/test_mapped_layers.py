@@ -46,7 +46,7 @@ def most(runner: PipelineRunner, keep: range) -> int:
     """Return the units of the layers in `keep` for which there is memory, when all others are given up."""
     layers, _, _ = parts(runner)
     kept = sum(layers._pieces[index].num_bytes for index in keep)
-    every = sum(piece.num_bytes for piece in layers._memory._pieces)
+    every = sum(layers._memory._driver.memory.values())
     return (every - kept) // (len(keep) * runner.unit_layer_bytes) - 1
 
 

@@ -232,7 +232,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @for_each(("family", "changes", "message"), REFUSED)
 def test_what_is_not_supported_is_refused_in_one_line(family: str, changes: dict[str, Any], message: str) -> None:
-    assert spec_from_config(named(family)).position_offset == (2 if family == "OPT" else None)
+    assert spec_from_config(named(family)).family.position_offset == (2 if family == "OPT" else None)
     with pytest.raises(ModelLoadError, match=message) as caught:
         spec_from_config(named(family, **changes))
     assert "\n" not in caught.value.message
@@ -241,7 +241,7 @@ def test_what_is_not_supported_is_refused_in_one_line(family: str, changes: dict
 def test_a_built_in_class_with_its_own_copy_of_the_code_is_served_without_it() -> None:
     """The first Phi-3 releases name their own copy of the class that is built in."""
     own = {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
-    assert spec_from_config(named("Phi3", auto_map=own)).family == "phi3"
+    assert spec_from_config(named("Phi3", auto_map=own)).family.name == "phi3"
 
 
 def test_gemmas_layers_with_a_window_turn_by_a_theta_of_their_own() -> None:

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,10 +29,11 @@ from engine.models.quantized import (
     Int4Linear,
     PackedWeight,
     QuantizedLinear,
+    RoundedWeight,
     make_quantized,
     pack_weight,
     quantize_rows,
-    quantize_weight,
+    round_weight,
 )
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(900)]  # the first test may have to build the library
@@ -76,7 +79,7 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
     weight = random(8, 64)
     weight[1, 1] = math.inf
     with pytest.raises(ValueError, match="not finite"):
-        quantize_weight(weight)
+        round_weight(weight)
 
 
 # ---- kernels
@@ -94,11 +97,11 @@ def test_products_are_those_of_the_twin_to_the_last_bit(
     native = native_with(level, dtype, kind, emulated)
     weight, x = random(n, k, seed=1, dtype=dtype), random(rows, k, dtype=dtype)
     x[0] *= 40.0
-    integers = quantize_weight(weight)
-    layer, twin = NativeInt8(native, integers, None, dtype, kind=kind), QuantizedLinear(*integers, None, dtype)
+    integers = round_weight(weight)
+    layer, twin = NativeInt8(native, integers, None, kind=kind), QuantizedLinear(integers, None)
     assert torch.equal(layer(x), twin(x))
     bias = random(n, seed=2, dtype=dtype)
-    layer, twin = NativeInt8(native, integers, bias, dtype, kind=kind), QuantizedLinear(*integers, bias, dtype)
+    layer, twin = NativeInt8(native, integers, bias, kind=kind), QuantizedLinear(integers, bias)
     torch.testing.assert_close(layer(x), twin(x), rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
@@ -110,10 +113,11 @@ def test_the_largest_sums_do_not_overflow(emulated: bool, level: Level, dtype: t
     native = native_with(level, dtype, kind, emulated)
     values = torch.full((40, k), 127, dtype=torch.int8)
     values[1], values[2, ::2] = -127, -127
-    layer = NativeInt8(native, (values, torch.full((40,), 2.0**-7)), None, dtype, kind=kind)
+    weight = RoundedWeight(values, torch.full((40,), 2.0**-7), dtype)
+    layer = NativeInt8(native, weight, None, kind=kind)
     x = torch.full((3, k), 127.0 / 1024).to(dtype)
     x[1] = -x[1]
-    assert torch.equal(layer(x), QuantizedLinear(values, torch.full((40,), 2.0**-7), None, dtype)(x))
+    assert torch.equal(layer(x), QuantizedLinear(weight, None)(x))
 
 
 @emulation
@@ -122,9 +126,9 @@ def test_the_largest_sums_do_not_overflow(emulated: bool, level: Level, dtype: t
 def test_swiglu(emulated: bool, level: Level, dtype: torch.dtype, kind: Int8, bias: bool) -> None:
     native = native_with(level, dtype, kind, emulated)
     weight, x = random(80, 64, seed=1, dtype=dtype) / 4, random(17, 64, dtype=dtype)
-    integers, biases = quantize_weight(weight), random(80, seed=2, dtype=dtype) if bias else None
-    layer = NativeInt8(native, integers, biases, dtype, True, kind)
-    gate, up = QuantizedLinear(*integers, biases, dtype)(x).double().chunk(2, -1)
+    integers, biases = round_weight(weight), random(80, seed=2, dtype=dtype) if bias else None
+    layer = NativeInt8(native, integers, biases, True, kind)
+    gate, up = QuantizedLinear(integers, biases)(x).double().chunk(2, -1)
     expected = functional.silu(gate) * up
     allowed = 8 * torch.finfo(dtype).eps * (expected.abs() + 1)
     assert bool(((run_linear(native, layer, x, Epilogue.SWIGLU) - expected).abs() <= allowed).all())
@@ -148,10 +152,10 @@ def test_products_of_four_bits_are_those_of_the_twin(emulated: bool, data: st.Da
         for top, size in ((256, group * count // 2), (16, count))
     )
     scales = torch.exp2(-12 * torch.rand(2 * n, count, generator=generator)).to(torch.bfloat16)
-    weight, x = PackedWeight(values, scales, zeros, dtype), random(rows, group * count, dtype=dtype)
+    weight, x = PackedWeight(values, scales, dtype, zeros), random(rows, group * count, dtype=dtype)
     x[0] *= 40.0
     layer, twin = NativeInt4(native, weight, bias, gated, kind), Int4Linear(weight, bias)
-    exact = Int4Linear(weight._replace(dtype=torch.float32), bias)(x)
+    exact = Int4Linear(replace(weight, dtype=torch.float32), bias)(x)
     spread = 1e-6 * x.float().abs() @ weight.dense().abs().t() + 2 * torch.finfo(dtype).eps * exact.abs() + 1e-5
     assert bool(((layer(x).float() - exact).abs() <= spread).all())
     torch.testing.assert_close(layer.weight().dense(), weight.dense(), rtol=0, atol=0)
@@ -166,7 +170,7 @@ def test_products_of_four_bits_are_those_of_the_twin(emulated: bool, data: st.Da
 @for_each("bits", [4, 8])
 def test_what_is_not_finite_stays_in_its_row(emulated: bool, kind: Int8, bad: float, bits: int) -> None:
     native, weight = native_with(Level.AVX2, BF16, kind, emulated), random(50, 64, dtype=BF16)
-    layer = NativeInt8(native, quantize_weight(weight), None, BF16, kind=kind)
+    layer = NativeInt8(native, round_weight(weight), None, kind=kind)
     if bits == 4:
         layer = NativeInt4(native, pack_weight(weight), None, kind=kind)
     x = random(20, 64, seed=1, dtype=BF16)
@@ -207,7 +211,9 @@ def test_every_family_is_as_far_from_float32_as_the_twin_is(name: str, level: Le
     spec, dense = load(name)
     folder = model_folder(name)
     native = Native(library_of(level), level, Team(library_of(level), 2))
-    make, by_torch = (native.int8_linear, make_quantized) if bits == 8 else (native.int4_linear, make_packed)
+    make, by_torch = (
+        (native.int8_linear, make_quantized) if bits == 8 else (partial(make_packed, make=native.linear), make_packed)
+    )
     ours = load_weights(spec, folder, dtype="float32", make=make)
     twin = load_weights(spec, folder, dtype="float32", make=by_torch)
     bench = Bench(level, spec, ours)

@@ -16,13 +16,12 @@ from tiny_models import CASES, FAMILY_CASES, model_folder, reference_model
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cpu.native.device import NativeModel, Sampled
+from engine.execution.cpu.native.device import NativeDevice, Sampled
 from engine.execution.cpu.native.library import Level, Library, Team
 from engine.execution.cpu.native.linear import Native
-from engine.execution.pool import UnitPool
-from engine.execution.rows import RowTable
 from engine.limits import Limits
 from engine.models.checkpoint import load_weights
+from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec, load_spec
 from engine.models.weights import ModelWeights
 
@@ -48,7 +47,6 @@ class Bench:
         weights: ModelWeights,
         block_size: int = 16,
         threads: int = 2,
-        max_model_len: int = LENGTH,
         length: int = LENGTH,
         num_prompt: int = 0,
     ) -> None:
@@ -56,9 +54,10 @@ class Bench:
         library = library_of(level)
         per_row = -(-length // block_size)
         units = 2 * ROWS * per_row
-        self.pool = UnitPool.of(spec, Limits(ROWS, ROWS, length, units, block_size), weights.embedding)
+        native = Native(library, level, team_of(library, threads))
+        self.model = NativeDevice(Decoder(spec, weights), native, Limits(ROWS, ROWS, length, units, block_size))
+        self.pool, self.rows = self.model.pool, self.model.rows
         self.pool.units[:units].fill_(math.nan)
-        self.rows = RowTable(Limits(ROWS, ROWS, length, num_units=1, block_size=block_size))
         order = rng.permutation(units)
         for row in range(ROWS):
             self.rows.num_blocks[row] = per_row
@@ -67,8 +66,6 @@ class Bench:
             self.rows.v_table[row, :per_row] = order[first + per_row : first + 2 * per_row]
         self.rows.num_prompt[:] = num_prompt
         self.rows.tokens[:] = rng.integers(3, VOCAB, self.rows.tokens.shape)
-        native = Native(library, level, team_of(library, threads))
-        self.model = NativeModel(native, spec, weights, self.pool, self.rows, max_model_len)
 
     def step(self, *chunks: tuple[int, int, int], logits: bool = True) -> Sampled:
         """Chunks (row, start, length); each samples."""
@@ -156,7 +153,7 @@ def test_a_row_has_the_same_bits_in_every_step(name: str, level: Level, dtype: s
     With products of bfloat16 this holds for tokens of prompts, so that a prompt has one answer, fresh or cached.
     """
     (spec, weights), length = load(name, dtype), 592  # three parts of a context
-    sizes = {"max_model_len": length, "length": length, "num_prompt": length}
+    sizes = {"length": length, "num_prompt": length}
     alone = Bench(level, spec, weights, threads=1, **sizes)
     expected = [alone.step((0, at, 1)).logits for at in range(length)]
     blocks = length // 16

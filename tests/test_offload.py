@@ -233,8 +233,7 @@ def test_a_file_gives_what_was_kept_whatever_the_file_system_allows(
         assert torch.equal(read(file, place, place % 2)[:5000], data[place])
     assert file.seconds() > 0
     if not direct:
-        assert not file.direct and set(dropped) == {0, 8192, 16384, 24576}
-    file.close()
+        assert not file._file.direct and set(dropped) == {0, 8192, 16384, 24576}
 
 
 def test_an_unclosed_file_is_freed_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +268,6 @@ def test_a_file_that_ends_early_is_an_error_and_never_old_weights(tmp_path: Path
     for place in (2, 3):
         with pytest.raises(StreamingError, match="the file of streamed layers ends"):
             read(file, place)
-    file.close()
 
 
 def test_folders_that_cannot_serve_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +361,6 @@ def test_tokens_are_those_of_a_resident_model(case: str, kind: str, tmp_path: Pa
         assert sum(stats.preemptions.values()) > 0 and stats.prefix_hit_tokens > 0
         found.append(driver.outputs)
     assert found[0] == found[1] == found[2]
-    file.close()
 
 
 @pytest.mark.parametrize("kind", ["torch", "native"])
@@ -425,7 +422,6 @@ def test_a_streamed_cache_of_both_kinds_gives_the_same_tokens(case: str, kind: s
         assert all(act * sum(split) == round(split[1] * blocks) or 0 < split[1] < 4 for act, blocks in shares if split)
         if split == (3, 1):
             assert {act for act, blocks in shares if blocks == 8} == {2}
-        file.close()
     assert found[0] == found[1] == found[2] == found[3]
 
 
@@ -465,7 +461,6 @@ def test_a_cache_that_cannot_be_read_fails_a_step_and_one_that_cannot_be_written
             forward(chunks)
     with pytest.raises(StreamingError, match="writing the streamed cache failed"):
         forward(chunks)
-    store.close()
 
 
 def test_a_step_loads_and_saves_the_units_of_its_blocks() -> None:

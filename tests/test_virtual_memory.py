@@ -239,10 +239,5 @@ class Moves(RuleBasedStateMachine):
             assert len(self.driver.mapped) == sum(len(held) for _, held in self.ranges)
             assert self.driver.allowed == set(self.driver.mapped)
 
-    def teardown(self) -> None:
-        if hasattr(self, "memory"):
-            self.memory.close()
-            assert not self.driver.memory and not self.driver.reserved
-
 
 TestMoves = machine_test(Moves, 60, 30)

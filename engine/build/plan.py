@@ -147,11 +147,11 @@ def _host_room(config: EngineConfig, plan: LaunchPlan) -> tuple[int, int]:
     """Return the units of the host tier and its slots for states. Recurrent models get both only on request."""
     each, unit, limits = plan.spec.state_bytes, unit_bytes(plan), plan.limits
     if not each:
-        return memory.host_units(_swap_bytes(config, plan), unit), 0
+        return _swap_bytes(config, plan) // unit, 0
     if config.swap_space is None:
         return 0, 0
     units = -(-memory.HOST_CHECKPOINT_TOKENS // limits.block_size) * UNITS_PER_BLOCK
-    slots = memory.host_units(_swap_bytes(config, plan), each + units * unit)
+    slots = _swap_bytes(config, plan) // (each + units * unit)
     return slots * units, slots
 
 

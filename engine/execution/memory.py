@@ -102,16 +102,6 @@ def scratch_bytes(spec: ModelShape, block_size: int, dtype: torch.dtype, scratch
     return scratch_blocks * UNITS_PER_BLOCK * unit_bytes(spec, block_size, dtype) // spec.num_layers
 
 
-def projection_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of the K and V projections that hidden state packs a second time (`Heads`).
-
-    The CPU packs 16-bit types; other types are views of the weights.
-    """
-    if dtype.itemsize != 2:
-        return 0
-    return spec.num_layers * 2 * spec.kv_size * spec.hidden_size * dtype.itemsize
-
-
 def hidden_cache_bytes(
     spec: ModelSpec,
     block_size: int,
@@ -123,17 +113,14 @@ def hidden_cache_bytes(
 ) -> int:
     """Return the device memory that hidden state takes in addition to cache units; 0 without scratch.
 
-    With streamed layers, projections are views instead of packed copies.
+    A CPU packs the K and V projections of 16-bit types a second time; those of other types, and of streamed layers, are
+    views.
     """
     if not scratch_blocks:
         return 0
-    copies = projection_bytes(spec, dtype) if device.type == "cpu" and not streams else 0
+    packs = device.type == "cpu" and dtype.itemsize == 2 and not streams
+    copies = spec.num_layers * 2 * spec.kv_size * spec.hidden_size * dtype.itemsize if packs else 0
     return scratch_bytes(spec, block_size, dtype, scratch_blocks) + copies
-
-
-def host_units(host_bytes: int, bytes_per_unit: int) -> int:
-    """Return the units of the host tier that fit into `host_bytes`."""
-    return max(host_bytes, 0) // bytes_per_unit
 
 
 def useful_slots(limits: Limits, num_blocks: int) -> int:
@@ -198,12 +185,6 @@ def num_units(cache_bytes: int, bytes_per_unit: int, other_bytes: int = 0) -> in
     units -= units % UNITS_PER_BLOCK
     if units < UNITS_PER_BLOCK:
         needed = (UNITS_PER_BLOCK + 1) * bytes_per_unit
-        raise ConfigError(
-            f"no memory is left for the cache: one block takes {_mib(needed)}, "
-            f"{_mib(max(cache_bytes, 0))} are available"
-        )
+        sizes = (f"{size / 1024**2:.1f} MiB" for size in (needed, max(cache_bytes, 0)))
+        raise ConfigError("no memory is left for the cache: one block takes {}, {} are available".format(*sizes))
     return units
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 1024**2:.1f} MiB"

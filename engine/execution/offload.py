@@ -89,19 +89,16 @@ def fixed_bytes(spec: ModelSpec, itemsize: int, quantization: str) -> int:
     their type and as floats."""
     hidden = spec.hidden_size
     embeddings = spec.vocab_size * hidden
-    if spec.position_offset is not None:
-        embeddings += (spec.max_position_embeddings + spec.position_offset) * hidden
+    if spec.family.position_offset is not None:
+        embeddings += (spec.max_position_embeddings + spec.family.position_offset) * hidden
     head = matrix_bytes(spec.vocab_size, hidden, itemsize, "int8" if quantization == "int4" else quantization)
     matrices = spec.num_layers * sum(n * k for n, k in spec.matrices)
     if not spec.tie_word_embeddings:
         matrices += spec.vocab_size * hidden
     small = spec.num_parameters - embeddings - matrices
-    return embeddings * itemsize + head + small * (itemsize + 4) + _qk_norms(spec) * (itemsize + 4)
-
-
-def _qk_norms(spec: ModelSpec) -> int:
-    """Return the number of values of q and k norms, which are repeated for every head."""
-    return spec.num_layers * (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.qk_norm else 0
+    if spec.family.qk_norm:  # repeated for every head
+        small += spec.num_layers * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    return embeddings * itemsize + head + small * (itemsize + 4)
 
 
 def _round(value: int, step: int) -> int:

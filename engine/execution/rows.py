@@ -385,7 +385,7 @@ class Layout:
     """Chunks and tokens of a step in the order of the model.
 
     Attributes:
-        chunks: [n, 4] (row, start, length, sample).
+        chunks: [n, 4] (row, start, length, sample), of which `rows`, `starts` and `lengths` [n] are columns.
         firsts: [n], index of a chunk's first token among the T tokens.
         token_rows: [T], row of each token.
         positions: [T], position of each token.
@@ -393,6 +393,9 @@ class Layout:
     """
 
     chunks: IntArray
+    rows: IntArray
+    starts: IntArray
+    lengths: IntArray
     firsts: IntArray
     token_rows: IntArray
     positions: IntArray
@@ -405,23 +408,10 @@ class Layout:
         place[order] = np.arange(len(chunks))
         sampled = place[np.flatnonzero(chunks[:, 3])]
         chunks = chunks[order]
-        lengths = chunks[:, 2]
-        return cls(chunks, np.cumsum(lengths) - lengths, *token_places(chunks), sampled)
-
-    @property
-    def rows(self) -> IntArray:
-        rows: IntArray = self.chunks[:, 0]
-        return rows
-
-    @property
-    def starts(self) -> IntArray:
-        starts: IntArray = self.chunks[:, 1]
-        return starts
-
-    @property
-    def lengths(self) -> IntArray:
-        lengths: IntArray = self.chunks[:, 2]
-        return lengths
+        rows, starts, lengths, _ = chunks.T
+        firsts = np.cumsum(lengths) - lengths
+        positions = np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
+        return cls(chunks, rows, starts, lengths, firsts, np.repeat(rows, lengths), positions, sampled)
 
     @property
     def num_decodes(self) -> int:
@@ -442,13 +432,6 @@ class Layout:
 def chunk_array(chunks: Sequence[Chunk]) -> IntArray:
     """Return chunks as an array [n, 4] (row, start, length, sample)."""
     return np.fromiter(chain.from_iterable(chunks), np.int64, 4 * len(chunks)).reshape(-1, 4)
-
-
-def token_places(chunks: IntArray) -> tuple[IntArray, IntArray]:
-    """Return rows and positions [T] of the tokens of chunks [n, 4], in order."""
-    rows, starts, lengths = chunks[:, 0], chunks[:, 1], chunks[:, 2]
-    firsts = np.cumsum(lengths) - lengths
-    return np.repeat(rows, lengths), np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
 
 
 def decodes_first(chunks: IntArray) -> Layout:

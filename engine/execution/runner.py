@@ -12,9 +12,10 @@ the forward pass runs.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from engine.api import NEVER, TokenLogprobs
 from engine.arrays import Int32Array, IntArray
+from engine.cache.blocks import CacheAction, CacheKind, CacheOperation, Tier
 from engine.errors import InvalidRequestError
 from engine.execution.masks import MAX_FORCED, PATIENCE, FinishMasks, RowMasks, StepMasks, masked
 from engine.execution.pool import UnitPool
@@ -36,38 +38,18 @@ from engine.scheduling.output import Collect, ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:  # running a model does not need the grammar compiler
     from engine.structured.compiler import GrammarCompiler
-from collections.abc import Sequence
-from itertools import groupby
-
-from engine.cache.blocks import CacheAction, CacheKind, CacheOperation, Tier
 
 
-class CacheMover(Protocol):
-    """Moves and converts the contents of units of `pool`; calls take effect in order."""
-
-    pool: UnitPool
-
-    def restore(self, units: IntArray, starts: IntArray) -> None:
-        """Project K and V of blocks [n], full or not, with `units [n, 3]` (hidden state, K, V) and first positions
-        `starts [n]`."""
-
-    def swap_out(self, pairs: IntArray) -> None:
-        """Copy device units to host units [n, 2]; later work may overwrite the device units."""
-
-    def swap_in(self, pairs: IntArray) -> None:
-        """Copy host units to device units [n, 2], before later work reads them."""
-
-
-def run_operations(mover: CacheMover, operations: Sequence[CacheOperation]) -> None:
+def run_operations(device: "Device", operations: Sequence[CacheOperation]) -> None:
     """Run, or launch, the operations of one step in order."""
     for action, group in groupby(operations, key=lambda operation: operation.action):
         batch = list(group)
         if action is CacheAction.RESTORE:
-            mover.restore(_restored_units(batch), np.array([each.start for each in batch], dtype=np.int64))
+            device.restore(_restored_units(batch), np.array([each.start for each in batch], dtype=np.int64))
         elif action is CacheAction.SWAP_IN:
-            mover.swap_in(_swapped_units(batch, Tier.HOST, Tier.DEVICE))
+            device.swap_in(_swapped_units(batch, Tier.HOST, Tier.DEVICE))
         else:
-            mover.swap_out(_swapped_units(batch, Tier.DEVICE, Tier.HOST))
+            device.swap_out(_swapped_units(batch, Tier.DEVICE, Tier.HOST))
 
 
 def _restored_units(batch: Sequence[CacheOperation]) -> IntArray:
@@ -86,7 +68,7 @@ def _swapped_units(batch: Sequence[CacheOperation], source: Tier, target: Tier) 
     return np.array(pairs, dtype=np.int64)
 
 
-class Device(CacheMover, Protocol):
+class Device(Protocol):
     """Backend-specific part of a runner: memory, and operations that run in order in `stream`.
 
     `pipeline_depth` is the number of steps whose tokens may be unknown to the host when the next step is launched.
@@ -97,6 +79,16 @@ class Device(CacheMover, Protocol):
     stream: DeviceStream
     pipeline_depth: int
     adapters: Adapters
+
+    def restore(self, units: IntArray, starts: IntArray) -> None:
+        """Project K and V of blocks [n], full or not, with `units [n, 3]` (hidden state, K, V) and first positions
+        `starts [n]`."""
+
+    def swap_out(self, pairs: IntArray) -> None:
+        """Copy device units to host units [n, 2]; later work may overwrite the device units."""
+
+    def swap_in(self, pairs: IntArray) -> None:
+        """Copy host units to device units [n, 2], before later work reads them."""
 
     def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
         """Make a LoRA adapter available to rows."""

@@ -10,6 +10,7 @@ The caller must have checked token ids against the vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional
 from engine.api import MAX_LOGPROBS, SamplingParams, TokenLogprobs
 from engine.arrays import FloatArray, Int32Array, IntArray
 from engine.execution.masks import StepMasks
-from engine.execution.rows import SamplingTable, has_minimum, uniforms
+from engine.execution.rows import SamplingTable, uniforms
 from engine.scheduling.output import INVALID_TOKEN, LATE_TOKEN, UNMASKED_TOKEN
 
 _Lowest = Callable[[Tensor, Tensor], Tensor]
@@ -48,7 +49,16 @@ class RowLogprobs:
     places: IntArray
     counts: IntArray
 
-    def read(self, packed: Int32Array, tokens: Int32Array) -> list[TokenLogprobs | None]:
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, places: IntArray, counts: IntArray) -> Self:
+        """Compute them from the logits [w, vocab] and tokens [w] of the samples `places`."""
+        values = logits.float().log_softmax(dim=-1)
+        chosen = values.gather(1, tokens.clamp(min=0).long()[:, None])
+        top = values.topk(min(max(int(counts.max()), 1), values.shape[1]), dim=-1)
+        packed = torch.cat((chosen.view(torch.int32), top.values.view(torch.int32), top.indices.to(torch.int32)), dim=1)
+        return cls(packed, places, counts)
+
+    def read(self, packed: Int32Array, tokens: Int32Array | IntArray) -> list[TokenLogprobs | None]:
         """Decode a host copy; None for samples without a token or without log-probabilities."""
         results: list[TokenLogprobs | None] = [None] * len(tokens)
         most = packed.shape[1] // 2
@@ -150,16 +160,12 @@ def _select(logits: Tensor, places: IntArray) -> Tensor:
 def _edit(logits: Tensor, places: IntArray, table: SamplingTable, batch: SampleInput) -> None:
     """Apply logit bias, minimum length and penalties to rows `places` of float32 logits, in place."""
     for place in places.tolist():
+        row, token_ids, num_prompt = logits[place], batch.token_ids[place], int(batch.num_prompt[place])
+        ids, added = table.additions(int(batch.rows[place]), len(token_ids) - num_prompt)
+        if ids.size:
+            row.index_add_(0, _tensor(ids, row), torch.from_numpy(added).to(row))
         params = table.params[batch.rows[place]]
-        assert params is not None, "a sampled row must hold a request"
-        row = logits[place]
-        num_prompt, token_ids = int(batch.num_prompt[place]), batch.token_ids[place]
-        if params.logit_bias:
-            ids, biases = zip(*params.logit_bias, strict=True)
-            row.index_add_(0, _tensor(ids, row), torch.tensor(biases, device=row.device))
-        if has_minimum(params) and len(token_ids) - num_prompt < params.min_tokens and params.stop_token_ids:
-            row.index_fill_(0, _tensor(sorted(params.stop_token_ids), row), float("-inf"))
-        if params.has_penalties:
+        if params is not None and params.has_penalties:
             _penalise(row, params, token_ids, num_prompt)
 
 
@@ -176,8 +182,8 @@ def _penalise(row: Tensor, params: SamplingParams, token_ids: IntArray, num_prom
         row.index_add_(0, _tensor(ids, row), torch.from_numpy(-penalties).to(row))
 
 
-def _tensor(ids: Sequence[int] | IntArray, like: Tensor) -> Tensor:
-    return torch.as_tensor(ids, dtype=torch.int64).to(like.device)
+def _tensor(ids: IntArray, like: Tensor) -> Tensor:
+    return torch.from_numpy(ids).to(like.device)
 
 
 def _draw(logits: Tensor, table: SamplingTable, rows: IntArray, output_positions: IntArray) -> IntArray:
@@ -234,16 +240,8 @@ def _lowest_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
 
 def _logprobs(logits: Tensor, tokens: IntArray, places: IntArray, num_logprobs: IntArray) -> list[TokenLogprobs | None]:
     """Return natural log-probabilities of raw float32 logits for rows `places`; None for the others."""
-    results: list[TokenLogprobs | None] = [None] * len(tokens)
     if not places.size:
-        return results
-    values = _select(logits, places).log_softmax(dim=-1)
-    chosen = values.gather(1, torch.from_numpy(tokens[places]).to(values.device)[:, None])[:, 0].tolist()
-    most = min(max(int(num_logprobs[places].max()), 1), values.shape[1])
-    top = values.topk(most, dim=-1)
-    for place, logprob, ids, bests in zip(
-        places.tolist(), chosen, top.indices.tolist(), top.values.tolist(), strict=True
-    ):
-        count = int(num_logprobs[place])
-        results[place] = TokenLogprobs(logprob, tuple(zip(ids[:count], bests[:count], strict=True)))
-    return results
+        return [None] * len(tokens)
+    chosen = torch.from_numpy(tokens[places]).to(logits.device)
+    best = RowLogprobs.of(_select(logits, places), chosen, places, num_logprobs[places])
+    return best.read(best.packed.cpu().numpy(), tokens)

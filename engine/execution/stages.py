@@ -19,8 +19,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from operator import add, sub
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -39,7 +37,7 @@ from engine.machine.child import Link
 from engine.models.decoder import Decoder
 from engine.models.weights import LayerWeights, ResidentLayers, matrices
 from engine.scheduling.output import Collect, SchedulerOutput
-from predictor.features import SUMS, BatchFeatures, LatencyPredictor, Reach
+from predictor.features import BatchFeatures, LatencyPredictor, Reach
 
 GRAIN = 16
 """Chunks are cut at multiples of this number of tokens."""
@@ -57,7 +55,7 @@ MicroBatch = list[BatchPiece]
 
 
 def balanced(
-    pieces: Sequence[BatchPiece], model: LatencyPredictor, *, stages: int, min_tokens: int, grain: int = GRAIN
+    pieces: Sequence[BatchPiece], model: LatencyPredictor, *, stages: int, min_tokens: int
 ) -> list[MicroBatch]:
     """Halve the pieces, in order, repeatedly into micro-batches of equal predicted cost.
 
@@ -67,7 +65,7 @@ def balanced(
     tokens = sum(piece.length for piece in pieces)
     batches, count = ([list(pieces)] if pieces else []), 1
     while batches and (count < stages or tokens >= 2 * count * min_tokens):
-        halves = [half for batch in batches for half in _halve(batch, model, grain) if half]
+        halves = [half for batch in batches for half in _halve(batch, model) if half]
         if len(halves) == len(batches):
             break
         batches, count = halves, 2 * count
@@ -97,7 +95,7 @@ def cost(pieces: Sequence[BatchPiece], model: LatencyPredictor) -> float:
     return model.predict(features)
 
 
-def _halve(batch: MicroBatch, model: LatencyPredictor, grain: int) -> tuple[MicroBatch, MicroBatch]:
+def _halve(batch: MicroBatch, model: LatencyPredictor) -> tuple[MicroBatch, MicroBatch]:
     """Cut a micro-batch so that both sides cost nearly the same. If it cannot be cut, the second half is empty.
 
     Costs grow with tokens, so the cut is found by bisection.
@@ -105,27 +103,29 @@ def _halve(batch: MicroBatch, model: LatencyPredictor, grain: int) -> tuple[Micr
     if sum(piece.length for piece in batch) == 1:
         return batch, []
     reach = model.reach
-    sums = list(accumulate((_row(piece, reach) for piece in batch), _plus, initial=(0,) * len(SUMS)))
+    rows = np.array([_row(piece, reach) for piece in batch])
+    sums = np.concatenate((np.zeros_like(rows[:1]), rows.cumsum(axis=0)))
 
     def gap(index: int, tokens: int) -> float:
         """Return the cost of the part before token `tokens` of piece `index`, minus the cost of the remainder."""
-        left, right = sums[index], _minus(sums[-1], sums[index])
+        left, right = sums[index], sums[-1] - sums[index]
         if tokens:
             _, start, length = batch[index]
             rest = BatchPiece(0, start + tokens, length - tokens)
-            left = _plus(left, _row(BatchPiece(0, start, tokens), reach))
-            right = _plus(_minus(right, _row(batch[index], reach)), _row(rest, reach))
-        return model.predict(BatchFeatures.from_row(left)) - model.predict(BatchFeatures.from_row(right))
+            left = left + _row(BatchPiece(0, start, tokens), reach)
+            right = right - rows[index] + _row(rest, reach)
+        before, after = (BatchFeatures.from_row(each.tolist()) for each in (left, right))
+        return model.predict(before) - model.predict(after)
 
     low, high = 0, len(batch)  # find the last piece boundary at which the left side does not cost more
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if gap(middle, 0) <= 0.0 else (low, middle)
-    parts, best = (batch[low].length - 1) // grain, 0
+    parts, best = (batch[low].length - 1) // GRAIN, 0
     while best < parts:
         middle = (best + parts + 1) // 2
-        best, parts = (middle, parts) if gap(low, middle * grain) <= 0.0 else (best, middle - 1)
-    ends = [(low, best * grain), (low, min((best + 1) * grain, batch[low].length))]
+        best, parts = (middle, parts) if gap(low, middle * GRAIN) <= 0.0 else (best, middle - 1)
+    ends = [(low, best * GRAIN), (low, min((best + 1) * GRAIN, batch[low].length))]
     index, tokens = min(ends, key=lambda end: abs(gap(*end)) if end[1] < batch[low].length else abs(gap(low + 1, 0)))
     return cut(batch, sum(piece.length for piece in batch[:index]) + tokens)
 
@@ -150,14 +150,6 @@ def _row(piece: BatchPiece, reach: Reach) -> tuple[int, ...]:
     return features.row()
 
 
-def _plus(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(add, one, other))
-
-
-def _minus(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(sub, one, other))
-
-
 LoadLayers = Callable[[Sequence[int]], list[LayerWeights]]
 """Loads layers, by ascending index, as they were at the start, and refills released layers
 (`ResidentLayers.refill`). Raises ModelLoadError."""
@@ -170,7 +162,8 @@ class StageError(RuntimeError):
 
 @runtime_checkable
 class StagedDevice(Device, Protocol):
-    """A device that runs a range of layers and can lead the stages after it."""
+    """A device that runs a range of layers and can lead the stages after it. `beyond` runs the layers after these on
+    the next engine of a pipeline."""
 
     decoder: Decoder
     beyond: "NextStage | None"
@@ -325,7 +318,8 @@ class PipelineRunner:
             began = perf_counter()
             try:
                 with torch.inference_mode(), device.stream.use():
-                    result, failure = _run(device, step), ""
+                    device.rows.mirror(step.tables, step.is_long)
+                    result, failure = device.pass_through(step.chunks, step.hidden, step.wanted), ""
             except Exception as error:  # the leader waits for an answer in any case
                 result, failure = torch.empty(0), str(error) or type(error).__name__
             head = {"failure": failure, "parts": result.shape, "number": step.number}
@@ -491,11 +485,6 @@ def _steps(link: Link) -> Iterator[_Step | _Delivery]:
             raise step
         yield step
     reader.join()
-
-
-def _run(device: StagedDevice, step: _Step) -> Tensor:
-    device.rows.mirror(step.tables, step.is_long)
-    return device.pass_through(step.chunks, step.hidden, step.wanted)
 
 
 def _receive_step(link: Link, head: bytearray) -> _Step | _Delivery:

@@ -2,7 +2,7 @@
 without a fused kernel, its queries, keys and values with norms and rotation."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -10,9 +10,31 @@ from torch import Tensor
 from engine.models import torch_ops
 from engine.models.linear import Linear, PlainLinear
 from engine.models.rope import RopeSpec
-from engine.models.spec import ModelSpec
+from engine.models.spec import ModelShape, ModelSpec
 from engine.models.torch_ops import Rotary, attention_scaling, inverse_frequencies
 from engine.models.weights import LayerWeights, ModelWeights
+
+
+class HeadSizes(NamedTuple):
+    """Numbers of query heads and KV heads, and head widths of q and k, and of v."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, spec: ModelShape) -> Self:
+        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim)
+
+    @classmethod
+    def seen(cls, q: Tensor, k: Tensor, v: Tensor) -> Self:
+        """Return the sizes of q, k and v [tokens, heads, width]."""
+        return cls(q.shape[1], k.shape[1], k.shape[2], v.shape[2])
+
+    @property
+    def widest(self) -> int:
+        return max(self.head_dim, self.value_dim)
 
 
 class Manner(NamedTuple):

@@ -21,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelLoadError
-from engine.models.families import family_named
 from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import AWQ, EXPERTS, GPTQ, MX_GROUP, NVFP4, NVFP4_WORDS, SCALED, WORDS, Packing
 from engine.models.quantized import (
@@ -363,7 +362,7 @@ def load_weights(
             return build_weights(spec, DummyTensors(0, kind, target), make, gather)
         with Checkpoint(folder, kind, target, spec.packing, stored=stored) as checkpoint:
             weights = build_weights(spec, checkpoint, make, gather, experts)
-            copies = tuple(f"{name}.weight" for name in family_named(spec.family).names.head)
+            copies = tuple(f"{name}.weight" for name in spec.family.names.head)
             checkpoint.check_all_used(tied_copies=copies if spec.tie_word_embeddings else ())
         if weights.layers.streamed:
             checkpoint.forget()  # page cache of the files must not add to a stated memory budget
@@ -474,28 +473,26 @@ class Checkpoint:
 
     def fetch_bytes(self, name: str, shape: tuple[int, int]) -> StoredWeight | None:
         """See TensorSource."""
-        if not self._bytes or not self._stored(name):
+        packing = self._packing
+        found: StoredWeight | None = None
+        if packing is None or not self._bytes or not self._stored(name):
             return None
-        if self._packing is not None and self._packing.small_floats:
+        if packing.small_floats:
             values, scales = (each.flatten(0, -2) for each in self._unpack(name, small_floats_of))
-            self._rows(name, (len(values), 2 * values.shape[1]), shape)
             scales = scales if scales.dtype.itemsize == 1 else scales.to(self._dtype)
-            return FloatWeight(values, scales, self._dtype)
-        if self._packing is not None and self._packing.nibbles:
-            parts = self._unpack(name, nibbles_of)
-            if parts is None:
-                return None
-            self._rows(name, (len(parts[0]), 2 * parts[0].shape[1]), shape)
-            return PackedWeight(*parts, self._dtype)
-        if self._packing is not None and self._packing.blocks:
-            found = self._unpack(name, blocks_of)
-            if found is None:
-                return None
-            self._rows(name, tuple(found[0].shape), shape)
-            return BlockWeight.of(*found, self._packing.block, self._dtype)
-        values, scales, inputs = self._unpack(name, bytes_of)
-        self._rows(name, tuple(values.shape), shape)
-        return RoundedWeight(values, scales, self._dtype, inputs)
+            found = FloatWeight(values, scales, self._dtype)
+        elif packing.nibbles:
+            if (nibbles := self._unpack(name, nibbles_of)) is not None:
+                found = PackedWeight(*nibbles[:2], self._dtype, nibbles[2])
+        elif packing.blocks:
+            if (blocks := self._unpack(name, blocks_of)) is not None:
+                found = BlockWeight.of(*blocks, packing.block, self._dtype)
+        else:
+            values, scales, inputs = self._unpack(name, bytes_of)
+            found = RoundedWeight(values, scales, self._dtype, inputs)
+        if found is not None:
+            self._rows(name, found.shape, shape)
+        return found
 
     def dense_tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name: quantized layers unpacked to the requested type, others unchanged."""

@@ -15,9 +15,9 @@ as float32: a twin for tests and for measuring the loss of quality, not for spee
 """
 
 from collections.abc import Callable, Iterable
-from copy import copy
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from engine.models.quantized import (
     BlockWeight,
     PackedWeight,
     RoundedWeight,
-    ScaledLinear,
+    StoredLinear,
     as_bytes,
     group_of,
     pack_values,
@@ -79,23 +79,21 @@ RowProduct = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(rows [T, k], scales [T, 1], values [n, k], by_output [n, 1]) -> [T, n] bfloat16."""
 
 
-class Float8Linear(ScaledLinear):
-    """A `Linear` with values [n, k] e4m3 and scales [n, 1] float32; input and output are bfloat16.
+class Float8Linear(StoredLinear):
+    """A `Linear` on a weight with values e4m3 and scales [n, 1]; input and output are bfloat16.
 
-    `inputs` is the scale [1] float32 of all inputs; None: one scale per token. `product`: None: that of the device.
+    `inputs`: as of the weight. `product`: None: that of the device.
     """
 
     def __init__(
         self,
-        values: Tensor,
-        scales: Tensor,
+        weight: RoundedWeight,
         bias: Tensor | None,
         rounding: Rounding = BY_TORCH,
-        inputs: Tensor | None = None,
         product: RowProduct | None = None,
     ) -> None:
-        super().__init__(values, scales, bias, torch.bfloat16)
-        self._rounding, self.inputs, self._product = rounding, inputs, product
+        super().__init__(weight, bias)
+        self._rounding, self.inputs, self._product = rounding, weight.inputs, product
 
     @classmethod
     def of(
@@ -105,7 +103,7 @@ class Float8Linear(ScaledLinear):
         values, scales = round_rows(weight)
         if not bool(scales.isfinite().all()):
             raise ValueError("the weight has values that are not finite")
-        return cls(values, scales, bias, rounding, product=product)
+        return cls(RoundedWeight(values, scales, torch.bfloat16), bias, rounding, product)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -113,10 +111,10 @@ class Float8Linear(ScaledLinear):
         result = self.product(RoundedRows(*(by_row(rows) if self.inputs is None else by_scale(rows, self.inputs))))
         return result.view(*x.shape[:-1], self.out_features)
 
-    def product(self, rows: RoundedRows) -> Tensor:
+    def product(self, rows: RoundedRows) -> Tensor:  # type: ignore[override]
         """Return the product [T, n] for inputs rounded for this layer."""
         product = self._product or (_on_device if rows.values.device.type in ("cuda", "meta") else _as_floats)
-        result = product(*rows, self._values, self._scales)
+        result = product(*rows, self._weight.values, self._weight.scales)
         return result if self._bias is None else result + self._bias
 
 
@@ -136,8 +134,10 @@ def make_float8(
     """
     if isinstance(weight, RoundedWeight):
         assert weight.values.dtype == FLOAT8, "integers of a checkpoint must be unpacked before rounding"
-        layer = Float8Linear(weight.values, weight.scales[:, None].contiguous(), bias, rounding, weight.inputs, product)
-        return PlainLinear(*layer.dense_from(0)) if _is_odd(weight.values) else layer
+        weight = replace(weight, scales=weight.scales[:, None].contiguous(), dtype=torch.bfloat16)
+        if _is_odd(weight.values):
+            return PlainLinear(weight.unpacked(), bias)
+        return Float8Linear(weight, bias, rounding, product)
     assert isinstance(weight, Tensor), "weights of 4 bits, or in blocks, must be unpacked before rounding"
     if keeps_floats or _is_odd(weight):
         return PlainLinear(weight, bias)
@@ -179,7 +179,8 @@ TOLERANCE = 3e-2
 """Largest error of a product, relative to the root mean square of the results."""
 
 
-class TiledWeight(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TiledWeight:
     """A weight in the tiles of `_weight_int4pack_mm`.
 
     Attributes:
@@ -213,7 +214,7 @@ class TiledWeight(NamedTuple):
         return as_bytes(self.tiles)
 
     def on(self, data: Tensor) -> Self:
-        return self._replace(tiles=data.view(torch.int32).view(self.tiles.shape))
+        return replace(self, tiles=data.view(torch.int32).view(self.tiles.shape))
 
 
 class Tiles:
@@ -292,36 +293,22 @@ def _scaled_product(rows: Tensor, by_group: Tensor, values: Tensor, scales: Tens
     )  # fmt: skip
 
 
-class _Weight(Protocol):
-    """A weight in few bits, as in PackedWeight."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    def unpacked(self) -> Tensor: ...
-
-    def data(self) -> Tensor: ...
-
-    def on(self, data: Tensor) -> Any: ...
-
-
-class CompactLinear:
-    """A `Linear` on a weight in few bits.
+class CompactLinear(StoredLinear):
+    """A `Linear` on a weight in few bits, with the methods of a `StoredWeight`.
 
     `product` multiplies up to `most_rows` rows. For more, `unpack` makes the weight dense, by default `unpacked` of it.
     """
 
     def __init__(
         self,
-        weight: _Weight,
+        weight: Any,
         bias: Tensor | None,
         product: Callable[[Any, Tensor], Tensor] | None = None,
         most_rows: float = torch.inf,
         unpack: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight, self._bias, self._product, self._most_rows = weight, bias, product, most_rows
-        self._unpack = unpack
+        super().__init__(weight, bias)
+        self._product, self._most_rows, self._unpack = product, most_rows, unpack
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -337,14 +324,6 @@ class CompactLinear:
 
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
         return self._weight.unpacked()[first:], None if self._bias is None else self._bias[first:]
-
-    def data(self) -> Tensor:
-        return self._weight.data()
-
-    def on(self, data: Tensor) -> Self:
-        moved = copy(self)
-        moved._weight = self._weight.on(data)
-        return moved
 
 
 def make_compact(

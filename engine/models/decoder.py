@@ -63,8 +63,8 @@ class Decoder:
             hidden = hidden * self._embedding_scale
         if self.weights.positions is None:
             return hidden
-        assert self.spec.position_offset is not None
-        return hidden + functional.embedding(positions + self.spec.position_offset, self.weights.positions)
+        assert self.spec.family.position_offset is not None
+        return hidden + functional.embedding(positions + self.spec.family.position_offset, self.weights.positions)
 
     def run(
         self,
@@ -72,14 +72,9 @@ class Decoder:
         attend: Attend,
         layers: range | None = None,
         adapt: Adapt | None = None,
-        *,
-        rounds: bool = False,
     ) -> Tensor:
-        """Run layers (default: all) on hidden [T, H] -> [T, H]; the argument is not modified.
-
-        `rounds`: norms may round the inputs of 8-bit float layers, also that of `attend`.
-        """
-        return self.summed(*self.run_unsummed(hidden, attend, layers, adapt, rounds=rounds))
+        """Run layers (default: all) on hidden [T, H] -> [T, H]; the argument is not modified."""
+        return self.summed(*self.run_unsummed(hidden, attend, layers, adapt))
 
     def run_unsummed(
         self,
@@ -90,7 +85,10 @@ class Decoder:
         *,
         rounds: bool = False,
     ) -> tuple[Tensor, Branch | None]:
-        """Like `run`, but return the output of the last layer as a pending addend (None without layers)."""
+        """Like `run`, but return the output of the last layer as a pending addend (None without layers).
+
+        `rounds`: norms may round the inputs of 8-bit float layers, also that of `attend`.
+        """
         # A branch is added in the next norm, in one pass over the rows.
         delta: Branch | None = None
         for index in range(len(self.weights.layers)) if layers is None else layers:

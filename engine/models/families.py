@@ -4,7 +4,7 @@ A new family that recombines known parts needs a `Family` and a `TensorNames`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from engine.errors import ModelLoadError
@@ -114,8 +114,9 @@ class Family:
 
     Attributes:
         window: "none", "always", "switched", or "patterned": all layers except each `pattern_default`-th.
-        centered_norms: Norm weights are stored minus 1.
-        float_norms: Norms are rounded once, after their weight.
+        position_offset: Offset of learned positions; None without them.
+        centered_norms: Norm weights are stored minus 1, and a norm is rounded once, after its weight.
+        float_norms: A norm is rounded once, after its weight.
         scaled_embedding: Embeddings are multiplied by the square root of their width.
         query_scalar_default: Scores are divided by the square root of `query_pre_attn_scalar` instead of the head
             width; its default.
@@ -160,7 +161,7 @@ class Family:
     experts: ExpertNames | None = None
     normalised: Flag = True
     clamp: tuple[float, float] | None = None
-    check: Callable[[Config], None] = _nothing_to_check
+    check: Callable[[Config], None] = field(default=_nothing_to_check, repr=False)
 
 
 def _check_opt(config: Config) -> None:
@@ -373,8 +374,3 @@ def family_of(config: Config) -> Family:
         supported = ", ".join(f.architecture for f in FAMILIES)
         raise ModelLoadError(f"architecture {architecture or model_type!r} is not supported (supported: {supported})")
     return family
-
-
-def family_named(name: str) -> Family:
-    """Return the family of that name."""
-    return next(family for family in (*FAMILIES, *MIXTURES) if family.name == name)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,6 +106,7 @@ def look_up(name: str, revision: str | None) -> Offer:
         raise ModelLoadError(f"{name!r} is not a Hugging Face id (owner/name)")
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
     try:
         info = HfApi(endpoint=_endpoint()).model_info(name, revision=revision, files_metadata=True)
@@ -119,16 +119,10 @@ def look_up(name: str, revision: str | None) -> Offer:
     commit = info.sha or revision or "main"
     files = tuple(
         RemoteFile(path, siblings[path], isinstance(try_to_load_from_cache(name, path, revision=commit), str))
-        for path in siblings
-        if _matches(path, _WANTED) and not _matches(path, _UNWANTED)
+        for path in filter_repo_objects(siblings, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
     )
     cache = Path(constants.HF_HUB_CACHE).expanduser() / repo_folder_name(repo_id=name, repo_type="model")
     return Offer(name, revision, commit, files, any(path.endswith(_PICKLES) for path in siblings), cache)
-
-
-def _matches(path: str, patterns: list[str]) -> bool:
-    """Match like the library: a star also matches folders."""
-    return any(fnmatch(path, pattern) for pattern in patterns)
 
 
 def _local_offer(name: str, revision: str | None, folder: Path) -> Offer:
@@ -254,7 +248,7 @@ def _choose(folder: Path, wish: str, experts: str | None) -> Choice:
         if wish == OWN:
             raise ModelLoadError(f"{folder}: own layers with experts cannot run here: {why}; set --model-impl auto")
         return Choice(_foreign(folder), TRANSFORMERS, f"layers with experts are not ours here: {why}")
-    return Choice(own, OWN, f"the family {own.family} is ours")
+    return Choice(own, OWN, f"the family {own.family.name} is ours")
 
 
 def _instead(folder: Path, own: ModelLoadError) -> ModelShape:

@@ -210,8 +210,8 @@ def trial(packing: Packing, shapes: Iterable[tuple[int, int, int]], device: torc
 
 def _largest_error(packing: Packing, n: int, k: int, experts: int, device: torch.device) -> float:
     numbers = torch.Generator(device).manual_seed(0)
-    parts = [_drawn(packing, n, k, numbers) for _ in range(experts or 1)]
-    kept, errors = LibraryWeight(_stacked(parts), experts), []
+    parts: list[Any] = [_drawn(packing, n, k, numbers) for _ in range(experts or 1)]
+    kept, errors = LibraryWeight(parts[0].stacked(parts), experts), []
     for rows in _ROWS:
         x = torch.randn(rows, k, generator=numbers, device=device).to(_DTYPE)
         if not experts:
@@ -225,11 +225,6 @@ def _largest_error(packing: Packing, n: int, k: int, experts: int, device: torch
             here = chosen == expert
             errors.append(error_of(found[here], x[here], parts[expert].dense()))
     return max(errors)
-
-
-def _stacked(parts: list[Any]) -> Kept:
-    found: Kept = parts[0].stacked(parts, torch.cat) if isinstance(parts[0], PackedWeight) else parts[0].stacked(parts)
-    return found
 
 
 def _drawn(packing: Packing, n: int, k: int, numbers: torch.Generator) -> Kept:
@@ -248,4 +243,4 @@ def _drawn(packing: Packing, n: int, k: int, numbers: torch.Generator) -> Kept:
     scales = powers if packing.layout == EXPERTS else powers.to(_DTYPE)
     if packing.small_floats:
         return FloatWeight(values, scales, _DTYPE)
-    return PackedWeight(values, scales, integers(0, 16, n, groups), _DTYPE)
+    return PackedWeight(values, scales, _DTYPE, integers(0, 16, n, groups))

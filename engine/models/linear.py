@@ -8,8 +8,6 @@ from torch.nn import functional
 
 from engine.models.quantized import (
     GROUP,
-    BlockWeight,
-    FloatWeight,
     Int4Linear,
     PackedWeight,
     RoundedWeight,
@@ -18,6 +16,7 @@ from engine.models.quantized import (
     group_of,
     make_quantized,
     pack_weight,
+    round_weight,
 )
 
 AnyWeight = Tensor | StoredWeight
@@ -99,23 +98,29 @@ class AbsentLinear:
 
 def make_linear(weight: AnyWeight, bias: Tensor | None = None, **_gated: bool) -> Linear:
     """Make a torch layer for `weight [out, in]`, which it refers to, and `bias [out]` (a MakeLinear)."""
+    if isinstance(weight, Tensor):
+        return PlainLinear(weight, bias)
     if isinstance(weight, PackedWeight):
         return Int4Linear(weight, bias)
-    if isinstance(weight, BlockWeight | FloatWeight):
-        return PlainLinear(weight.unpacked(), bias)
-    return make_quantized(weight, bias) if isinstance(weight, RoundedWeight) else PlainLinear(weight, bias)
+    return make_quantized(weight, bias) if isinstance(weight, RoundedWeight) else PlainLinear(weight.unpacked(), bias)
 
 
 def make_packed(
-    weight: AnyWeight, bias: Tensor | None = None, *, head: bool = False, group: int = GROUP, **_gated: bool
+    weight: AnyWeight,
+    bias: Tensor | None = None,
+    *,
+    make: MakeLinear = make_linear,
+    head: bool = False,
+    gated: bool = False,
+    group: int = GROUP,
 ) -> Linear:
-    """Make a torch layer of 4 bits (a MakeLinear); the head has 8, and so have layers that no group divides.
+    """Make a layer of 4 bits by `make` (a MakeLinear); the head has 8, and so have layers that no group divides.
 
     `group`: inputs that share a scale of a weight that is not stored so; 0: it is not rounded.
     """
     if head:
-        return make_quantized(weight, bias)
-    if isinstance(weight, Tensor) and group:
+        weight = round_weight(weight)
+    elif isinstance(weight, Tensor) and group:
         size = group_of(weight.shape[1], group)
-        return make_quantized(weight, bias) if size is None else make_linear(pack_weight(weight, size), bias)
-    return make_linear(weight, bias)
+        weight = round_weight(weight) if size is None else pack_weight(weight, size)
+    return make(weight, bias, gated=gated)

@@ -15,17 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from engine.arrays import IntArray
 from engine.config import NamedFolder
 from engine.errors import ModelLoadError
-from engine.models.families import family_named
 from engine.models.linear import Linear
 from engine.models.spec import ModelShape, ModelSpec, read_json
+from engine.models.stored_tensors import read_header
 from engine.models.weights import LayerWeights, split_over, straighten
-from engine.panics import LibraryPanicError, as_error
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
@@ -120,11 +119,11 @@ def _plan(given: NamedFolder, spec: ModelShape) -> AdapterPlan:
     if not (folder / TENSORS).is_file():
         raise ModelLoadError(f"{folder} lacks {TENSORS}; weights in other formats are not read")
     halves: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in _shapes(folder / TENSORS).items():
+    for name, tensor in read_header(folder / TENSORS).items():
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise ModelLoadError(f"tensor {name} is not a LoRA matrix of a linear layer; others are not supported")
-        halves.setdefault(match["module"], {})[match["half"]] = shape
+        halves.setdefault(match["module"], {})[match["half"]] = tensor.shape
     if not halves:
         raise ModelLoadError(f"{folder / TENSORS} is empty")
     parts = dict[Site, list[AdaptedModule]]()
@@ -152,24 +151,13 @@ def _check_config(config: Mapping[str, Any]) -> None:
         raise ModelLoadError(f"{CONFIG} must set r and lora_alpha")
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except BaseException as raised:
-        error = as_error(raised)
-        if not isinstance(error, SafetensorError | OSError | LibraryPanicError):
-            raise
-        raise ModelLoadError(f"{path} is not a readable safetensors file: {error}") from None
-
-
 def _slots(spec: ModelSpec) -> dict[str, Slot]:
     """Return the linear modules of a layer by name."""
-    names, hidden, ffn = family_named(spec.family).names, spec.hidden_size, spec.intermediate_size
+    names, hidden, ffn = spec.family.names, spec.hidden_size, spec.intermediate_size
     fused = (
         ("qkv", names.qkv, split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size)), hidden),
         ("out", (names.out,), (hidden,), spec.q_size),
-        ("up", names.up, split_over(names.up, (ffn, ffn) if spec.gated_mlp else (ffn,)), hidden),
+        ("up", names.up, split_over(names.up, (ffn, ffn) if spec.family.gated_mlp else (ffn,)), hidden),
         ("down", (names.down,), (hidden,), ffn),
     )
     slots = dict[str, Slot]()
@@ -189,7 +177,7 @@ def _module(module: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Site, S
 
 def _place(module: str, spec: ModelSpec) -> tuple[Site, Slot]:
     slots = _slots(spec)
-    for prefix in family_named(spec.family).names.prefixes:
+    for prefix in spec.family.names.prefixes:
         match = _LAYER.fullmatch(module.removeprefix(prefix)) if module.startswith(prefix) else None
         if match is not None and match[2] in slots and int(match[1]) < spec.num_layers:
             slot = slots[match[2]]
@@ -236,7 +224,7 @@ class Delta:
 
 def load_adapter(plan: AdapterPlan, spec: ModelShape, like: Tensor) -> dict[Site, Delta]:
     """Load the matrices of an adapter with the type and device of `like`. Raises ModelLoadError."""
-    interleaved = spec if isinstance(spec, ModelSpec) and family_named(spec.family).names.interleaved_qkv else None
+    interleaved = spec if isinstance(spec, ModelSpec) and spec.family.names.interleaved_qkv else None
     with torch.inference_mode(), safe_open(plan.folder / TENSORS, framework="pt", device="cpu") as file:
         deltas = dict[Site, Delta]()
         for site, parts in plan.parts.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from engine.errors import ConfigError, ModelLoadError
-from engine.models.families import Family, family_named, family_of, is_set
+from engine.models.families import Family, family_of, is_set
 from engine.models.packing import SETTINGS_FILES, Packing, packing_from_config, settings_beside
 from engine.models.rope import RopeSpec, ropes_from_config
 from engine.models.stored_tensors import NO_GGUF, has_own_head, quantized_tensor, stored_type
@@ -117,41 +117,28 @@ class ModelSpec(ModelShape):
     """A model of a native family.
 
     Attributes:
-        position_offset: Offset of learned positions; None without them.
         scale: Factor of the scores; None: 1 / sqrt(head_dim).
         softcap: A score s becomes softcap · tanh(s / softcap).
         logit_softcap: The same for logits.
         local_rope: Rotary embedding of layers with a window, if it differs.
-        centered_norms: Norm weights are stored minus 1, and a norm is rounded once, after its weight.
-        float_norms: A norm is rounded once, after its weight.
-        sinks: Each head has a score that takes part in the softmax without a value.
-        branch_norms: Outputs of attention and MLP are normalised before they are added.
         embedding_scale: Factor of token embeddings, rounded to the model's type.
         intermediate_size: Inner width of the MLP, or of all experts together.
     """
 
-    family: str
+    family: Family
     intermediate_size: int
-    norm: str  # "rms" or "layer"
     norm_eps: float
     activation: str  # "silu" or "gelu_tanh_gated" (of gated MLPs), "relu", "gelu" or "gelu_tanh"
-    gated_mlp: bool
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     rope: RopeSpec | None
-    position_offset: int | None
     parallel_residual: bool
     tie_word_embeddings: bool
     scale: float | None = None
     softcap: float | None = None
     logit_softcap: float | None = None
     local_rope: RopeSpec | None = None
-    centered_norms: bool = False
-    float_norms: bool = False
-    sinks: bool = False
-    branch_norms: bool = False
     embedding_scale: float | None = None
     experts: ExpertSizes | None = None
 
@@ -169,22 +156,23 @@ class ModelSpec(ModelShape):
     def matrices(self) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of a layer's matrices: qkv, out, up, down."""
         hidden, ffn = self.hidden_size, self.intermediate_size
-        up = ffn * (2 if self.gated_mlp else 1)
+        up = ffn * (2 if self.family.gated_mlp else 1)
         return (self.q_size + 2 * self.kv_size, hidden), (hidden, self.q_size), (up, hidden), (hidden, ffn)
 
     @property
     def num_parameters(self) -> int:
         """Number of distinct parameters (a tied head counts once)."""
-        hidden, norm = self.hidden_size, self.hidden_size * (2 if self.norm == "layer" else 1)
+        hidden, family = self.hidden_size, self.family
+        norm = hidden * (2 if family.norm == "layer" else 1)
         has_bias = self.qkv_bias, self.out_bias, self.mlp_bias, self.mlp_bias
         layer = sum(n * k + n * bias for (n, k), bias in zip(self.matrices, has_bias, strict=True))
-        layer += 2 * self.head_dim * self.qk_norm + self.num_heads * self.sinks
+        layer += 2 * self.head_dim * family.qk_norm + self.num_heads * (family.names.sinks is not None)
         if self.experts is not None:  # router, and the biases of all experts but one
             layer += self.experts.total * (hidden + self.mlp_bias) + (self.experts.total - 1) * hidden * self.mlp_bias
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        if self.position_offset is not None:
-            embeddings += (self.max_position_embeddings + self.position_offset) * hidden
-        norms = 4 if self.branch_norms else 2
+        if family.position_offset is not None:
+            embeddings += (self.max_position_embeddings + family.position_offset) * hidden
+        norms = 2 if family.names.branch_norms is None else 4
         return embeddings + self.num_layers * (layer + norms * norm) + norm
 
 
@@ -205,7 +193,7 @@ def load_spec(folder: Path) -> ModelSpec:
     As in transformers, a stored head that differs from the embedding is used although the config says tied.
     """
     spec = from_configs(folder, spec_from_config)
-    names = family_named(spec.family).names
+    names = spec.family.names
     embeddings = [f"{prefix}{names.embedding}" for prefix in names.prefixes]
     if not spec.tie_word_embeddings or not has_own_head(folder, names.head, embeddings):
         return spec
@@ -326,7 +314,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     ropes = ropes_from_config(config, family.name, head_dim, max_position, family.local_rope) if family.rope else None
     softcaps = family.softcaps or (None, None)
     return ModelSpec(
-        family=family.name,
+        family=family,
         architecture=family.architecture,
         hidden_size=hidden,
         num_layers=num_layers,
@@ -341,25 +329,17 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         limited_by=ropes.limited_by if ropes else "",
         notes=(*text_notes(config), *(ropes.notes if ropes else ())),
         short_context=ropes.rope.short_context if ropes else 0,
-        norm=family.norm,
         norm_eps=_eps(config, family),
         activation=_activation(config, family),
-        gated_mlp=family.gated_mlp,
         qkv_bias=is_set(family.qkv_bias, config),
         out_bias=is_set(family.out_bias, config),
         mlp_bias=is_set(family.mlp_bias, config),
-        qk_norm=family.qk_norm,
         rope=ropes.rope if ropes else None,
         local_rope=ropes.local if ropes else None,
         scale=_scale(config, family),
         softcap=_softcap(config, "attn_logit_softcapping", softcaps[0]) if family.softcaps else None,
         logit_softcap=_softcap(config, "final_logit_softcapping", softcaps[1]) if family.softcaps else None,
-        centered_norms=family.centered_norms,
-        float_norms=family.float_norms,
-        sinks=family.names.sinks is not None,
-        branch_norms=family.names.branch_norms is not None,
         embedding_scale=hidden**0.5 if family.scaled_embedding else None,
-        position_offset=family.position_offset,
         parallel_residual=is_set(family.parallel_residual, config),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_default)),
         windows=_windows(config, family, num_layers),

@@ -7,6 +7,7 @@ import json
 import mmap
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,23 +98,16 @@ def stored_bytes(folder: Path) -> int:
 def stored_type(folder: Path) -> str | None:
     """Return the type of most floating values of the checkpoint; None without readable weights or such values."""
     sizes = dict.fromkeys(_TYPES, 0)
-    try:
-        for each in (tensor for file in weight_files(folder) for tensor in read_header(folder / file).values()):
-            if each.kind in sizes:
-                sizes[each.kind] += each.end - each.start
-    except (ModelLoadError, OSError):
-        return None
+    for each in _stored(folder).values():
+        if each.kind in sizes:
+            sizes[each.kind] += each.end - each.start
     kind = max(sizes, key=sizes.__getitem__)
     return _TYPES[kind] if sizes[kind] else None
 
 
 def quantized_tensor(folder: Path) -> str | None:
     """Return the name of a tensor that only quantized layers have; None without one, or without readable weights."""
-    try:
-        names = (name for file in weight_files(folder) for name in read_header(folder / file))
-        return next((name for name in names if name.endswith(_QUANTIZED)), None)
-    except (ModelLoadError, OSError):
-        return None
+    return next((name for name in _stored(folder) if name.endswith(_QUANTIZED)), None)
 
 
 def has_own_head(folder: Path, heads: Iterable[str], embeddings: Iterable[str]) -> bool:
@@ -122,10 +116,7 @@ def has_own_head(folder: Path, heads: Iterable[str], embeddings: Iterable[str]) 
     `heads` and `embeddings` are possible names of the modules. A quantized head counts as different. Returns False for
     a folder without readable weights, whose error is reported when they are loaded.
     """
-    try:
-        found = {name: each for file in weight_files(folder) for name, each in read_header(folder / file).items()}
-    except (ModelLoadError, OSError):
-        return False
+    found = _stored(folder)
     stored = {name: found[outer] for name, outer in text_names(found).items()}
     head = next((module for module in heads if any(name.startswith(f"{module}.") for name in stored)), None)
     embedding = next((each for name in embeddings if (each := stored.get(f"{name}.weight")) is not None), None)
@@ -133,6 +124,14 @@ def has_own_head(folder: Path, heads: Iterable[str], embeddings: Iterable[str]) 
         return False
     own = stored.get(f"{head}.weight")
     return own is None or not _is_equal(own, embedding)
+
+
+def _stored(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name; none without readable weights."""
+    try:
+        return {name: each for file in weight_files(folder) for name, each in read_header(folder / file).items()}
+    except (ModelLoadError, OSError):
+        return {}
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -144,27 +143,26 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header = file.read(size)
     begin = _LENGTH_BYTES + size
     try:
-        return {
+        found = {
             name: StoredTensor(path, each["dtype"], tuple(each["shape"]), *(begin + at for at in each["data_offsets"]))
             for name, each in json.loads(header).items()
             if name != "__metadata__"
         }
+        whole, end = path.stat().st_size, max((each.end for each in found.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ModelLoadError(f"{path} is not a readable safetensors file") from None
+    if end > whole:
+        raise ModelLoadError(f"{path} is incomplete: {whole / 1e6:.1f} of {end / 1e6:.1f} MB")
+    return found
 
 
 def damage_of(path: Path) -> str:
-    """Return how a safetensors file that cannot be opened is damaged. Its header states where the tensors end."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if 0 < length <= size - 8 else {}
-        ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        ends = []
-    if ends and 8 + length + max(ends) > size:
-        return f"is incomplete: {size / 1e6:.1f} of {(8 + length + max(ends)) / 1e6:.1f} MB"
+    """Return how a safetensors file that cannot be opened is damaged."""
+    with suppress(OSError):
+        try:
+            read_header(path)
+        except ModelLoadError as error:
+            return error.message.removeprefix(f"{path} ")
     return "is not a readable safetensors file"
 
 

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,7 @@ from engine.errors import ModelLoadError, first_line
 from engine.models.attention import Manner
 from engine.models.checkpoint import Checkpoint, is_finite
 from engine.models.experts import replace_experts
-from engine.models.families import family_named
-from engine.models.linear import Linear, MakeLinear, make_linear
+from engine.models.linear import MakeLinear, make_linear
 from engine.models.lora import AdapterPlan, Site
 from engine.models.packing import Packing
 from engine.models.spec import ModelSpec, read_json, text_part
@@ -97,10 +96,6 @@ class TransformersModel:
             return attend(self._layers[id(module)], q, k, v, manner)
 
         return run_model(self.module, token_ids, positions, attention, keep, recur, adapters, is_long)
-
-    def linear_layers(self) -> list[Linear]:
-        """Return this engine's linear layers that replace those of transformers."""
-        return [each.layer for each in self.module.modules() if isinstance(each, EngineLinear)]
 
     def take_adapters(self, plans: Sequence[AdapterPlan]) -> None:
         """Attach adapters to the linear layers that they change.
@@ -230,7 +225,7 @@ def own_reference(
         config.sliding_window = min(windows)
     with quiet():
         model = causal_lm().from_config(config, dtype=dtype, attn_implementation="eager").eval().requires_grad_(False)
-    family = family_named(spec.family)
+    family = spec.family
     renamed = family.experts is not None and not family.experts.fused
     heads = [f"{head}.weight" for head in family.names.head]
     for name, parameter in model.state_dict().items():
@@ -257,7 +252,7 @@ def _fill_experts(model: Any, spec: ModelSpec, tensors: TensorSource) -> None:
             (layer.mlp.experts.gate_up_proj, up),
             (layer.mlp.experts.down_proj, down),
         ):
-            kept.copy_(stored)
+            kept.copy_(cast(Tensor, stored).view_as(kept))
 
 
 def _from_safetensors(folder: Path, config: Any, dtype: torch.dtype, packing: Packing | None) -> Any:

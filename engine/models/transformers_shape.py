@@ -11,13 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelLoadError, first_line
-from engine.models.attention import Manner
+from engine.models.attention import HeadSizes, Manner
 from engine.models.packing import packing_from_config
 from engine.models.rope import scaled_positions, switch_of_angles
 from engine.models.spec import TEXT_OF, ModelShape, dtype_name, eos_tokens, from_configs, library_config, text_notes
@@ -75,14 +75,8 @@ class Seen(NamedTuple):
     """An attention call in a forward pass without data."""
 
     module: nn.Module
-    heads: int
-    kv_heads: int
-    widths: tuple[int, int]
+    sizes: HeadSizes
     manner: Manner
-
-    @classmethod
-    def of(cls, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Self:
-        return cls(module, q.shape[1], k.shape[1], (k.shape[2], v.shape[2]), manner)
 
 
 def load_shape(folder: Path) -> TransformersShape:
@@ -146,15 +140,15 @@ def _shape(config: Any, raw: Mapping[str, Any], ends: frozenset[int]) -> Transfo
     if not isinstance(positions, int) or positions < 1:
         raise ModelLoadError(f"{config.model_type}: the config does not set max_position_embeddings")
     # A cache cell is as wide as the widest K or V of any layer.
-    kv_heads, width = max((each.kv_heads, max(each.widths)) for each in seen)
-    widest = max(each.kv_heads * max(each.widths) for each in seen)
+    kv_heads, width = max((each.sizes.kv_heads, each.sizes.widest) for each in seen)
+    widest = max(each.sizes.kv_heads * each.sizes.widest for each in seen)
     if kv_heads * width < widest:
         kv_heads, width = 1, widest
     windows = [each.manner.window or each.manner.chunk for each in seen]
     return TransformersShape(
-        hidden_size=int(getattr(config, "hidden_size", width * seen[0].heads)),
+        hidden_size=int(getattr(config, "hidden_size", width * seen[0].sizes.heads)),
         num_layers=len(seen),
-        num_heads=max(each.heads for each in seen),
+        num_heads=max(each.sizes.heads for each in seen),
         num_kv_heads=kv_heads,
         head_dim=width,
         vocab_size=vocab_size,
@@ -235,7 +229,7 @@ def probe(model: Any) -> tuple[list[Seen], int]:
     seen: list[Seen] = []
 
     def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, manner: Manner) -> Tensor:
-        seen.append(Seen.of(module, q, k, v, manner))
+        seen.append(Seen(module, HeadSizes.seen(q, k, v), manner))
         return nothing(module, q, k, v, manner)
 
     if "position_ids" not in inspect.signature(model.forward).parameters:

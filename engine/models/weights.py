@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelLoadError, StreamingError
-from engine.models.families import TensorNames, family_named
 from engine.models.linear import AbsentLinear, AnyWeight, Linear, MakeLinear, PlainLinear, make_linear
-from engine.models.quantized import BlockWeight, FloatWeight, PackedWeight, RoundedWeight, StoredWeight
+from engine.models.quantized import BlockWeight, FloatWeight, StoredWeight
 from engine.models.spec import ModelSpec
 
 
@@ -222,15 +221,15 @@ class _Builder:
         self._spec = spec
         self._source = source
         self._make, self._make_experts = make, experts
-        self._names: TensorNames = family_named(spec.family).names
+        self._names = spec.family.names
         self._prefix = self._first_prefix()
 
     def model(self, gather: Gather) -> ModelWeights:
         spec, names, prefix = self._spec, self._names, self._prefix
         embedding = self._source.fetch(self._embedding_name(), (spec.vocab_size, spec.hidden_size))
         positions = None
-        if spec.position_offset is not None:
-            shape = (spec.max_position_embeddings + spec.position_offset, spec.hidden_size)
+        if spec.family.position_offset is not None:
+            shape = (spec.max_position_embeddings + spec.family.position_offset, spec.hidden_size)
             positions = self._source.fetch(f"{prefix}{names.positions}.weight", shape)
         layers = gather(self.layers(range(spec.num_layers)))
         final_norm = self._norm(prefix + names.final_norm)
@@ -243,16 +242,13 @@ class _Builder:
         spec, names = self._spec, self._names
         hidden, ffn = spec.hidden_size, spec.intermediate_size
         qkv_sizes = split_over(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
-        up_sizes = split_over(names.up, (ffn, ffn) if spec.gated_mlp else (ffn,))
-        if spec.experts is not None and self._make_experts is not None:
-            up, down = (self._make_experts(*each, spec.experts.total) for each in self._stored_experts(prefix))
-        elif spec.experts is not None:
-            up, down = (
-                self._make(part.flatten(0, 1), None if bias is None else bias.flatten())
-                for part, bias in stacked_experts(spec, self._source, prefix)
-            )
+        up_sizes = split_over(names.up, (ffn, ffn) if spec.family.gated_mlp else (ffn,))
+        if spec.experts is not None:
+            make, count = self._make_experts, spec.experts.total
+            parts = stacked_experts(spec, self._source, prefix, stored=make is not None)
+            up, down = (self._make(*each) if make is None else make(*each, count) for each in parts)
         else:
-            up = self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.gated_mlp)
+            up = self._linear(prefix, names.up, up_sizes, hidden, spec.mlp_bias, gated=spec.family.gated_mlp)
             down = self._linear(prefix, (names.down,), (hidden,), ffn, spec.mlp_bias)
         return LayerWeights(
             input_norm=self._norm(prefix + names.input_norm),
@@ -279,7 +275,8 @@ class _Builder:
     ) -> Linear:
         pairs = list(zip(modules, sizes, strict=True))
         stack = self._straightened if interleaved else _stack
-        weight = self._weight([(f"{prefix}{name}.weight", (size, width)) for name, size in pairs], stack)
+        shapes = [(f"{prefix}{name}.weight", (size, width)) for name, size in pairs]
+        weight = stacked_weight(self._source, shapes, stack)
         bias = (
             stack([self._source.fetch(f"{prefix}{name}.bias", (size,)) for name, size in pairs]) if has_bias else None
         )
@@ -288,62 +285,19 @@ class _Builder:
     def _straightened(self, parts: list[Tensor]) -> Tensor:
         return straighten(self._spec, _stack(parts))
 
-    def _weight(self, modules: list[tuple[str, tuple[int, int]]], stack: Callable[[list[Tensor]], Tensor]) -> AnyWeight:
-        """Return the stacked weight, in 8 or 4 bits only if all modules are stored so."""
-        stored = [self._source.fetch_bytes(*module) for module in modules]
-        nibbles = [each for each in stored if isinstance(each, PackedWeight)]
-        found = [each for each in stored if isinstance(each, RoundedWeight)]
-        if len(nibbles) == len(modules):
-            return PackedWeight.stacked(nibbles, stack)
-        blocks = [each for each in stored if isinstance(each, BlockWeight)]
-        if len(blocks) == len(modules) and stack is _stack:
-            return BlockWeight.stacked(blocks)
-        floats = [each for each in stored if isinstance(each, FloatWeight)]
-        if len(floats) == len(modules) and stack is _stack:
-            return FloatWeight.stacked(floats)
-        if len(found) < len(modules):
-            return stack([self._source.fetch(*each) for each in modules])
-        values, scales = stack([each.values for each in found]), stack([each.scales for each in found])
-        given = [each.inputs for each in found if each.inputs is not None]
-        # Fused modules share one scale of inputs; the largest avoids clipping if they differ.
-        inputs = torch.stack(given).amax(0) if len(given) == len(found) else None
-        return RoundedWeight(values, scales, found[0].dtype, inputs)
-
-    def _stored_experts(self, prefix: str) -> Iterator[tuple[AnyWeight, Tensor | None]]:
-        """Yield the weights [experts * out, in] and biases [experts * out] of gate and up, then of down."""
-        names, sizes, hidden = family_named(self._spec.family).experts, self._spec.experts, self._spec.hidden_size
-        assert names is not None and sizes is not None, "a family with experts"
-        if not names.fused:
-            modules = [f"{prefix}{names.experts}.{index}.{{}}.weight" for index in range(sizes.total)]
-            inside, outside = (sizes.width, hidden), (hidden, sizes.width)
-            yield (
-                self._weight([(each.format(part), inside) for each in modules for part in names.parts[:2]], _stack),
-                None,
-            )
-            yield self._weight([(each.format(names.parts[2]), outside) for each in modules], _stack), None
-            return
-        for part, (n, k) in zip(names.parts, ((2 * sizes.width, hidden), (hidden, sizes.width)), strict=True):
-            name = f"{prefix}{names.experts}.{part}"
-            weight = self._source.fetch_bytes(name, (sizes.total * n, k))
-            assert isinstance(weight, FloatWeight), "experts of one tensor are stored in 4-bit floats"
-            tensors = [weight.values, weight.scales, self._source.fetch(f"{name}_bias", (sizes.total, n))]
-            if part == names.parts[0]:
-                tensors = [apart(each.view(sizes.total, n, -1)).flatten(0, 1) for each in tensors]
-            yield weight._replace(values=tensors[0], scales=tensors[1]), tensors[2].flatten()
-
     def _norm(self, module: str) -> Norm:
         shape = (self._spec.hidden_size,)
         weight = self._norm_weight(module, shape)
-        return Norm(weight, self._source.fetch(f"{module}.bias", shape) if self._spec.norm == "layer" else None)
+        return Norm(weight, self._source.fetch(f"{module}.bias", shape) if self._spec.family.norm == "layer" else None)
 
     def _norm_weight(self, module: str, shape: tuple[int, ...]) -> Tensor:
         weight = self._source.fetch(f"{module}.weight", shape)
-        if self._spec.centered_norms:
+        if self._spec.family.centered_norms:
             return weight.float() + 1.0
-        return weight.float() if self._spec.float_norms else weight
+        return weight.float() if self._spec.family.float_norms else weight
 
     def _router(self, prefix: str) -> Linear | None:
-        weight, names = router_of(self._spec, self._source, prefix), family_named(self._spec.family).experts
+        weight, names = router_of(self._spec, self._source, prefix), self._spec.family.experts
         if weight is None or names is None:
             return None
         bias = self._source.fetch(f"{prefix}{names.router}.bias", weight.shape[:1]) if self._spec.mlp_bias else None
@@ -359,7 +313,7 @@ class _Builder:
 
     def _qk_norm(self, prefix: str) -> Tensor | None:
         spec, names = self._spec, self._names
-        if not spec.qk_norm:
+        if not spec.family.qk_norm:
             return None
         q, k = (self._norm_weight(f"{prefix}{name}", (spec.head_dim,)) for name in (names.q_norm, names.k_norm))
         return torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
@@ -389,32 +343,57 @@ class _Builder:
 
 def router_of(spec: ModelSpec, source: TensorSource, prefix: str) -> Tensor | None:
     """Fetch the router [experts, H] of the layer whose names begin with `prefix`; None without experts."""
-    names = family_named(spec.family).experts
+    names = spec.family.experts
     if spec.experts is None or names is None:
         return None
     return source.fetch(f"{prefix}{names.router}.weight", (spec.experts.total, spec.hidden_size))
 
 
+def _stack(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def stacked_weight(
+    source: TensorSource,
+    modules: list[tuple[str, tuple[int, int]]],
+    stack: Callable[[list[Tensor]], Tensor] = _stack,
+    *,
+    stored: bool = True,
+) -> AnyWeight:
+    """Return the stacked weight of modules (name, shape), in 8 or 4 bits only if all are `stored` so."""
+    bits = [source.fetch_bytes(*module) if stored else None for module in modules]
+    found = [each for each in bits if each is not None]
+    straightens = stack is not _stack and isinstance(bits[0], BlockWeight | FloatWeight)
+    if straightens or len({type(each) for each in bits}) > 1 or not found:
+        return stack([source.fetch(*each) for each in modules])
+    return found[0].stacked(found, stack)
+
+
 def stacked_experts(
-    spec: ModelSpec, source: TensorSource, prefix: str
-) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-    """Fetch the experts of a layer: gate and up [experts, 2 * width, H], down [experts, H, width], and the biases of
-    both [experts, outputs], if any."""
-    names, sizes, hidden = family_named(spec.family).experts, spec.experts, spec.hidden_size
+    spec: ModelSpec, source: TensorSource, prefix: str, *, stored: bool = False
+) -> Iterator[tuple[AnyWeight, Tensor | None]]:
+    """Fetch the experts of a layer: gate and up [experts * 2 * width, H], down [experts * H, width], and the biases of
+    both, if any. `stored`: in their stored bits."""
+    names, sizes, hidden = spec.family.experts, spec.experts, spec.hidden_size
     assert names is not None and sizes is not None, "a family with experts"
-    if names.fused:
-        (alternating, alternating_bias), (down_weight, down_bias) = (
-            (source.fetch(name, (sizes.total, *shape)).mT, source.fetch(f"{name}_bias", (sizes.total, shape[1])))
-            for part, shape in zip(names.parts, ((hidden, 2 * sizes.width), (sizes.width, hidden)), strict=True)
-            for name in (f"{prefix}{names.experts}.{part}",)
-        )
-        return (apart(alternating), apart(alternating_bias)), (down_weight.contiguous(), down_bias)
-    inside, outside, ups, downs = (sizes.width, hidden), (hidden, sizes.width), list[Tensor](), list[Tensor]()
-    for index in range(sizes.total):
-        gate, up, down = (f"{prefix}{names.experts}.{index}.{part}.weight" for part in names.parts)
-        ups.append(torch.cat((source.fetch(gate, inside), source.fetch(up, inside))))
-        downs.append(source.fetch(down, outside))
-    return (torch.stack(ups), None), (torch.stack(downs), None)
+    inside, outside = (sizes.width, hidden), (hidden, sizes.width)
+    if not names.fused:
+        modules = [f"{prefix}{names.experts}.{index}.{{}}.weight" for index in range(sizes.total)]
+        ups = [(module.format(part), inside) for module in modules for part in names.parts[:2]]
+        downs = [(module.format(names.parts[2]), outside) for module in modules]
+        for each in (ups, downs):
+            yield stacked_weight(source, each, stored=stored), None
+        return
+    for part, (n, k) in zip(names.parts, ((2 * sizes.width, hidden), outside), strict=True):
+        name = f"{prefix}{names.experts}.{part}"
+        bits = source.fetch_bytes(name, (sizes.total * n, k)) if stored else None
+        tensors = [source.fetch(name, (sizes.total, k, n)).mT] if bits is None else [bits.values, bits.scales]
+        tensors.append(source.fetch(f"{name}_bias", (sizes.total, n)))
+        tensors = [tensor.reshape(sizes.total, n, -1) for tensor in tensors]
+        if part == names.parts[0]:
+            tensors = [apart(tensor) for tensor in tensors]
+        first, *scales, bias = (tensor.flatten(0, 1) for tensor in tensors)
+        yield (first if bits is None else replace(bits, values=first, scales=scales[0])), bias.flatten()
 
 
 def apart(alternating: Tensor) -> Tensor:
@@ -432,10 +411,6 @@ def split_over(modules: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, .
     """Return the output sizes of the modules of one slot: one each, or the sum for a single fused module."""
     assert len(modules) in (1, len(sizes))
     return sizes if len(modules) == len(sizes) else (sum(sizes),)
-
-
-def _stack(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -530,7 +505,6 @@ class StreamedLayers:
 
     @contextmanager
     def use(self, index: int, /) -> Iterator[LayerWeights]:
-        """See LayerSource."""
         layer = self._layers[index]
         if index not in self._places:
             yield layer

@@ -14,8 +14,7 @@ Measurement of cache operations on a real runner: decoding from hidden state, re
 
 Steps with and without an operation alternate; its cost is the median difference of such pairs, which suppresses
 outliers and drift. A cost below the noise is measured longer, then set to its lower bound: the time to move its bytes.
-A cost of zero would let the scheduler treat the operation as free. Rows and units are assigned here, so the runner must
-be idle. The module does not import torch.
+A cost of zero would let the scheduler treat the operation as free.
 """
 
 import itertools
@@ -25,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -590,25 +590,17 @@ class ShapeRunner:
         """Release every row."""
         rows = tuple(chunk.row for chunk in self._chunks)
         self._shape, self._chunks = None, ()
-        if rows:
-            self._run_released(rows)
-
-    def _run_released(self, rows: tuple[int, ...]) -> None:
-        """Release rows with a one-token step in row 0, because a step cannot be empty. The next user releases row 0."""
-        entry = CacheEntry(CacheKind.KV, Tier.DEVICE, tuple(range(UNITS_PER_BLOCK)))
-        new = NewRequest(0, "profile-end", (0,), 1, DRAWN, (entry,))
-        self._runner.launch(SchedulerOutput(next(self._step_ids), (Chunk(0, 0, 1, True),), (new,), (), rows))()
+        if rows:  # a step cannot be empty: one of one token in row 0, which the next user releases
+            new = NewRequest(0, "profile-end", (0,), 1, DRAWN, _kv(range(UNITS_PER_BLOCK)))
+            self._runner.launch(SchedulerOutput(next(self._step_ids), (Chunk(0, 0, 1, True),), (new,), (), rows))()
 
     def _write(self, shape: StepShape) -> None:
         released = tuple(chunk.row for chunk in self._chunks)
         spans = [(shape.decode_context - 1, 1)] * shape.num_decodes + list(shape.chunks)
-        units = itertools.count()
-        new_requests = []
+        first, new_requests = 0, []
         for row, (start, length) in enumerate(spans):
-            entries = tuple(
-                CacheEntry(CacheKind.KV, Tier.DEVICE, tuple(next(units) for _ in range(UNITS_PER_BLOCK)))
-                for _ in range(-(-(start + length) // self._limits.block_size))
-            )
+            end = first + self._limits.units(start + length)
+            entries, first = _kv(range(first, end)), end
             tokens = tuple((row * 7919 + i * 31) % self._vocab_size for i in range(start + length))
             adapter = 1 + row % shape.adapters if shape.adapters else 0
             sampling = _LIMITED if row < shape.masked else DRAWN
@@ -621,13 +613,8 @@ class ShapeRunner:
     def _step(
         self, shape: StepShape, new_requests: tuple[NewRequest, ...] = (), released_rows: tuple[int, ...] = ()
     ) -> SchedulerOutput:
-        return SchedulerOutput(
-            next(self._step_ids),
-            self._chunks,
-            new_requests,
-            released_rows=released_rows,
-            features=shape.features(),
-        )
+        step_id, features = next(self._step_ids), shape.features()
+        return SchedulerOutput(step_id, self._chunks, new_requests, released_rows=released_rows, features=features)
 
 
 def measure_profile(
@@ -731,15 +718,13 @@ def load_or_measure(
         profile = profile.with_cache_costs(costs, tiers.unit_bytes)
         _keep(profile, folder, say)
         return profile
+    measure = partial(measure_profile, runner, limits, vocab_size, key, tiers=tiers, adapters=adapters, ahead=ahead)
     if seconds <= 0:
         say("step times are estimated from a single step (--profile-seconds 0)")
-        return measure_profile(runner, limits, vocab_size, key, 0.0, tiers=tiers, adapters=adapters, ahead=ahead)
+        return measure(0.0)
     say(f"measuring step times for at most {seconds:.0f} s (once; the profile is stored in {folder})")
     before = core_share()
-    profile = measure_profile(
-        runner, limits, vocab_size, key, seconds, tiers=tiers, adapters=adapters, masks=masks(), ahead=ahead
-    )
-    profile = replace(profile, core_share=min(before, core_share()))
+    profile = replace(measure(seconds, masks=masks()), core_share=min(before, core_share()))
     say(f"measured {profile.num_samples} steps, held-out error {profile.held_out_mape:.1%}")
     if profile.core_share < QUIET_SHARE:
         say(f"other work takes {1.0 - profile.core_share:.0%} of the cores; a start on a quiet machine measures again")

@@ -301,9 +301,10 @@ def decode_attention(
     """
     (cells, k_table, v_table, scratch_base, pair), (partial, lse, arrived) = pool, scratch
     (num_requests, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, cells.shape
-    check_pool(pool)
-    _check(q, cells, work, scratch, out)
-    check_sinks(manner.sinks, num_heads)
+    _check(q, pool, scratch, len(work.items), out, manner.sinks)
+    assert num_requests <= len(work.requests), "more queries than the work list has requests"
+    shape = len(work.items), kv_heads
+    assert arrived.shape == shape and arrived.dtype == torch.int32 and arrived.is_contiguous(), f"arrived: {shape}"
     group, value_dim = num_heads // kv_heads, out.shape[2]
     widest, block_g, block_v = max(head_dim, value_dim), *map(configs.next_power_of_two, (group, value_dim))
     config = config or configs.decode_config(
@@ -329,31 +330,18 @@ def scale_of(manner: Manner, head_dim: int) -> float:
     return scale / manner.softcap if manner.softcap else scale * _LOG2_E
 
 
-def _check(q: Tensor, cells: Tensor, work: DecodeWork, scratch: Scratch, out: Tensor) -> None:
-    check_queries(q, out, cells)
-    assert q.shape[1] % cells.shape[2] == 0, f"{q.shape[1]} query heads over {cells.shape[2]} KV heads"
-    assert q.shape[0] <= work.requests.shape[0], "more queries than the work list has requests"
-    check_partials(scratch, (work.items.shape[0], *out.shape[1:]))
-    shape, arrived = (work.items.shape[0], cells.shape[2]), scratch.arrived
-    assert arrived.shape == shape and arrived.dtype == torch.int32 and arrived.is_contiguous(), f"arrived: {shape}"
-
-
-def check_partials(scratch: Scratch, shape: tuple[int, ...]) -> None:
-    """Assert that the results of splits have `shape` [rows, heads, value_dim] and its first two dimensions."""
-    partial, lse, _ = scratch
+def _check(q: Tensor, pool: PoolView, scratch: Scratch, rows: int, out: Tensor, sinks: Tensor | None) -> None:
+    """Assert the common contract of both kernels. `rows`: of the partial results of splits."""
+    check_pool(pool)
+    check_queries(q, out, pool.cells)
+    (_, num_heads, _), (partial, lse, _), shape = q.shape, scratch, (rows, *out.shape[1:])
+    assert num_heads % pool.cells.shape[2] == 0, f"{num_heads} query heads over {pool.cells.shape[2]} KV heads"
     assert partial.shape == shape and partial.is_contiguous(), f"partial: contiguous {shape}, not {partial.shape}"
     assert lse.shape == shape[:2] and lse.is_contiguous(), f"lse: contiguous {shape[:2]}"
     assert partial.dtype == lse.dtype == torch.float32, "partial results are float32"
-
-
-def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
-    """Assert the contract of the sinks of a layer."""
     if sinks is not None:
         assert sinks.shape == (num_heads,) and sinks.is_contiguous(), f"sinks: [{num_heads}], not {list(sinks.shape)}"
         assert sinks.dtype == torch.float32, "sinks are float32"
-
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 
 @triton.jit
@@ -534,12 +522,8 @@ def prefill_attention(
     """
     (cells, k_table, v_table, scratch_base, pair), (partial, lse, _) = pool, scratch
     (_, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, cells.shape
-    check_pool(pool)
-    check_queries(q, out, cells)
-    assert num_heads % kv_heads == 0, f"{num_heads} query heads over {kv_heads} KV heads"
-    check_sinks(manner.sinks, num_heads)
+    _check(q, pool, scratch, work.partials, out, manner.sinks)
     group, value_dim = num_heads // kv_heads, out.shape[2]
-    check_partials(scratch, (work.partials, num_heads, value_dim))
     config = config or configs.prefill_config(
         configs.device_arch(q.device), max(head_dim, value_dim), q.dtype, int8=is_bytes(cells.dtype)
     )

@@ -174,9 +174,6 @@ def check_heads(name: str, value: Tensor, head_dim: int, dtype: torch.dtype) -> 
     assert value.dtype == dtype, f"{name}: {value.dtype}, not {dtype}"
 
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-
-
 @triton.jit(
     do_not_specialize=["layer", "scratch_base", "table_stride"],
     do_not_specialize_on_alignment=["positions", "rows", "table"],
@@ -271,9 +268,6 @@ def unit_copy(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     unit_copy_kernel[(-(-size // config.block_n), len(pairs))](
         source, target, pairs, source.stride(0), target.stride(0), size, BLOCK=config.block_n, **config.options
     )
-
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 
 @triton.jit

@@ -10,9 +10,7 @@ logits therefore stay together, and the result equals that of sorting. The first
 4,096 parts of the row, in registers; it is most often the result, so that a draw takes six to eight passes. Twin:
 engine.triton_kernels.twins.
 
-Edits of logits: tokens that a grammar forbids, and repetition, frequency and presence penalties. Twin:
-engine.triton_kernels.twins.
-
+Edits of logits: tokens that a grammar forbids, and repetition, frequency and presence penalties.
 `history [rows, vocab]` int32 has a row per request. A value is twice the count of the token in the answer, plus 1 if
 the token occurs in the prompt.
 """
@@ -108,9 +106,6 @@ def count_tokens(history: Tensor, rows: Tensor, places: Tensor, tokens: Tensor) 
         count_tokens_kernel[(len(places),)](
             history, rows, places, tokens, history.shape[1], num_warps=1, num_stages=1, enable_fp_fusion=True
         )
-
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 
 @triton.jit

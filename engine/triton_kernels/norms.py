@@ -104,7 +104,7 @@ def scale_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     The scale of a row that is not finite is NaN.
     """
     x = x.contiguous()
-    values, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty((len(x), 1), dtype=torch.float32)
+    values, scales = empty_rows(x, x.shape[1])
     if len(x):
         scale_rows_kernel[(len(x),)](
             x, scale, values, scales, x.shape[1], BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False
@@ -115,7 +115,7 @@ def scale_rows(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round x [T, k] to values [T, k] e4m3 and scales [T, 1] float32; the scale of a row that is not finite is NaN."""
     x = x.contiguous()
-    values, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty((len(x), 1), dtype=torch.float32)
+    values, scales = empty_rows(x, x.shape[1])
     if len(x):
         round_rows_kernel[(len(x),)](
             x, values, scales, x.shape[1], SMALLEST=SMALLEST, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False
@@ -159,9 +159,6 @@ def unpack_tiles(tiles: Tensor, places: Tensor, both: Tensor) -> Tensor:
         DEPTH=depth, ROWS=_TILE_ROWS, TILES=_TILES_EACH, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
-
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 
 @triton.jit
@@ -297,8 +294,7 @@ def check_rows(x: Tensor, residual: Tensor | None, *weights: Tensor | None, rows
 @triton.jit
 def layer_norm_kernel(
     x, beside, weight, bias, residual, rows, out, total_out, x_stride, beside_stride, residual_stride, width, eps,
-    HAS_BESIDE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_BESIDE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per output row. The variance is taken around the mean, in a second pass over registers."""
     row = tl.program_id(0).to(tl.int64)
@@ -318,8 +314,7 @@ def layer_norm_kernel(
     centred = tl.where(mask, values - tl.sum(values, 0) / width, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
     normed = centred * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        normed += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    normed += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, normed.to(kind), mask=mask)
 
 
@@ -327,7 +322,7 @@ def add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    bias: Tensor | None,
+    bias: Tensor,
     eps: float,
     rows: Tensor | None = None,
     beside: Tensor | None = None,
@@ -345,15 +340,23 @@ def add_layer_norm(
     if count:
         config = configs.row_config(width)
         layer_norm_kernel[(count,)](
-            x, second, weight, weight if bias is None else bias, other, x if rows is None else rows, out, total,
+            x, second, weight, bias, other, x if rows is None else rows, out, total,
             x.stride(0), second.stride(0), other.stride(0), width, eps, HAS_BESIDE=beside is not None,
-            HAS_RESIDUAL=residual is not None, HAS_ROWS=rows is not None, HAS_BIAS=bias is not None,
-            BLOCK=config.block_n, **config.options,
+            HAS_RESIDUAL=residual is not None, HAS_ROWS=rows is not None, BLOCK=config.block_n, **config.options,
         )  # fmt: skip
     return out, total
 
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+@triton.jit
+def gated(x, row, x_stride, width, columns, GELU: tl.constexpr):
+    """Return silu(gate) * up, or gelu_tanh(gate) * up, of some columns, in the type of x; zeros beyond the width."""
+    mask = columns < width
+    gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + width + columns, mask=mask, other=0.0).to(tl.float32)
+    inner = gate
+    if GELU:  # x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y))
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return (gate / (1.0 + tl.exp(-inner)) * up).to(x.dtype.element_ty)
 
 
 @triton.jit
@@ -361,23 +364,7 @@ def silu_and_mul_kernel(x, out, x_stride, width, BLOCK: tl.constexpr, GELU: tl.c
     """Program (row, block of columns)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < width
-    gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_stride + width + columns, mask=mask, other=0.0).to(tl.float32)
-    inner = gate
-    if GELU:  # x / 2 * (1 + tanh(y)) = x / (1 + exp(-2y))
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    value = gate / (1.0 + tl.exp(-inner)) * up
-    tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _gated(x, row, x_stride, width, columns):
-    """Return silu(gate) * up of some columns, rounded as in the kernel above, in float32; zeros beyond the width."""
-    mask = columns < width
-    gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_stride + width + columns, mask=mask, other=0.0).to(tl.float32)
-    return (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * width + columns, gated(x, row, x_stride, width, columns, GELU), mask=columns < width)
 
 
 @triton.jit
@@ -389,12 +376,13 @@ def silu_and_mul_rounded_kernel(
     top = tl.zeros((BLOCK,), tl.float32)
     if not HAS_SCALE:
         for start in range(0, width, BLOCK):
-            top = tl.maximum(top, tl.abs(_gated(x, row, x_stride, width, start + tl.arange(0, BLOCK))))
+            part = gated(x, row, x_stride, width, start + tl.arange(0, BLOCK), False).to(tl.float32)
+            top = tl.maximum(top, tl.abs(part))
     step = scale_of(tl.max(top, 0), given, SMALLEST, HAS_SCALE)
     bad = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        part = _gated(x, row, x_stride, width, columns)
+        part = gated(x, row, x_stride, width, columns, False).to(tl.float32)
         bad += part - part
         tl.store(out + row * width + columns, round_part(part, step).to(out.dtype.element_ty), mask=columns < width)
     tl.store(scales + row, step + tl.sum(bad, 0))  # NaN if any value is not finite

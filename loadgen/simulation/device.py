@@ -166,7 +166,7 @@ def shape_of(model: str) -> ModelShape:
         spec.num_kv_heads,
         spec.head_dim,
         spec.intermediate_size,
-        spec.gated_mlp,
+        spec.family.gated_mlp,
         spec.vocab_size,
         tied=spec.tie_word_embeddings,
         max_model_len=spec.max_context,

@@ -91,17 +91,16 @@ class CpuBackend(Backend):
             say("steps run by torch operators, because projections of hidden state are parts of streamed weights")
             return plan, make_linear
         if config.kernels == "torch":
-            return plan, _by_torch(plan, config)
+            return plan, _layers(plan, config)
         int8 = plan.quantization != "none"
         native = start(
             torch.get_num_threads(), torch_dtype(plan.dtype), int8=int8, int8_cache=plan.cell_type is not None
         )
         if isinstance(native, str):
             say(f"steps run by torch operators: {native}{openmp.after_all(config, os.environ)}")
-            return plan, _by_torch(plan, config)
+            return plan, _layers(plan, config)
         log.debug("steps run by native kernels (%s)", native.level.name)
-        make = _natively(native, plan, config)
-        return replace(plan, kernels=f"native {native.level.name}"), make
+        return replace(plan, kernels=f"native {native.level.name}"), _layers(plan, config, native)
 
     def make_runner(
         self,
@@ -134,9 +133,7 @@ class CpuBackend(Backend):
 
     def make_staged(self, config: EngineConfig, plan: LaunchPlan, runner: Runner[Any]) -> PipelineRunner:
         head = runner.device.decoder.weights.head
-        make = _by_torch(plan, config)
-        if isinstance(head, NativeLinear):
-            make = _natively(head.native, plan, config)
+        make = _layers(plan, config, head.native if isinstance(head, NativeLinear) else None)
         load = partial(
             load_layers, plan.own, plan.folder, dtype=plan.dtype, load_format=config.load_format,
             make=make, stored=plan.stored,
@@ -153,16 +150,12 @@ def _own_memory() -> int:
     return memory.available_memory() // host_engines()
 
 
-def _by_torch(plan: LaunchPlan, config: EngineConfig) -> MakeLinear:
+def _layers(plan: LaunchPlan, config: EngineConfig, native: Native | None = None) -> MakeLinear:
+    """Return the maker of layers on the native library, or else of torch."""
+    make, rounded = (make_linear, make_quantized) if native is None else (native.linear, native.int8_linear)
     if plan.quantization == INT4:
-        return partial(make_packed, group=plan.rounded_group(config.load_format))
-    return make_quantized if plan.quantization == "int8" else make_linear
-
-
-def _natively(native: Native, plan: LaunchPlan, config: EngineConfig) -> MakeLinear:
-    if plan.quantization == INT4:
-        return partial(native.int4_linear, group=plan.rounded_group(config.load_format))
-    return native.int8_linear if plan.quantization == "int8" else native.linear
+        return partial(make_packed, make=make, group=plan.rounded_group(config.load_format))
+    return rounded if plan.quantization == "int8" else make
 
 
 def _runs_natively(config: EngineConfig) -> bool:

@@ -128,10 +128,7 @@ class PagedAttention:
         self._groups = [_plan_group(pool, rows, layout, first, last) for first, last in batch.groups]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
-        """Attend q [T, heads, d] to k [T, kv_heads, d], v [T, kv_heads, e] and the past; returns [T, heads * e].
-
-        Writes k and v to the pool, whose cells may be wider than those of this layer.
-        """
+        """See StepAttention."""
         self._pool.write(self._k_cells[layer], k)
         self._pool.write(self._v_cells[layer], v)
         outputs = [self._attend(group, layer, q, k, v, manner) for group in self._groups]
@@ -279,7 +276,7 @@ class HiddenPlan:
 
 
 def restore(heads: HeadProjection, pool: UnitPool, layers: LayerSource, units: IntArray, starts: IntArray) -> None:
-    """Project blocks [n] once; `units [n, 3]` and `starts [n]` as in CacheMover.
+    """Project blocks [n] once; `units [n, 3]` and `starts [n]` as in Device.
 
     Unused cells of a partial block hold zeros, whose K and V are finite. There is one pass over the layers, so that
     streamed layers are read once.
@@ -313,26 +310,19 @@ class PoolDevice:
         self.stream = DeviceStream(torch.device("cpu"))  # a no-op stream on any device: work uses the current stream
 
     def adapt(self, number: int, deltas: Mapping[Site, Delta]) -> None:
-        """See Device."""
         self.adapters.put(number, deltas)
 
     def swap_out(self, pairs: IntArray) -> None:
-        """See CacheMover."""
         for source, target in pairs.tolist():
             self.pool.host_units[target].copy_(self.pool.units[source])
 
     def swap_in(self, pairs: IntArray) -> None:
-        """See CacheMover."""
         for source, target in pairs.tolist():
             self.pool.units[target].copy_(self.pool.host_units[source])
 
 
 class TorchDevice(PoolDevice):
-    """A Device for native models. Raises ConfigError for scratch if the model cannot use hidden state as a cache.
-
-    Attributes:
-        beyond: Runs the following layers on the next engine of a pipeline.
-    """
+    """A StagedDevice for native models. Raises ConfigError like `UnitPool.of`."""
 
     def __init__(self, decoder: Decoder, limits: Limits, **pool: Unpack[PoolOptions]) -> None:
         spec, weights = decoder.spec, decoder.weights
@@ -345,7 +335,6 @@ class TorchDevice(PoolDevice):
         self._cell_bytes = 2 * spec.kv_size * weights.embedding.dtype.itemsize
 
     def restore(self, units: IntArray, starts: IntArray) -> None:
-        """See CacheMover."""
         restore(self._heads, self.pool, self.decoder.weights.layers, units, starts)
 
     def forward(
@@ -381,7 +370,6 @@ class TorchDevice(PoolDevice):
         return layout, self.decoder.run(x, attend, self.layers, adapt)
 
     def begin_forward(self, chunks: IntArray, masks: FinishMasks | None) -> "FinishForward":
-        """See StagedDevice."""
         del masks
         assert self.beyond is not None, "no stage follows"
         for part in self.beyond.cut(chunks, whole=False):
@@ -396,14 +384,9 @@ class TorchDevice(PoolDevice):
         return finish
 
     def keep(self, layers: range) -> None:
-        """Run only these layers from now on. The pool is already arranged for them; other weights may be released."""
         self.layers = layers
 
     def pass_through(self, chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """Run the next part of a step that another device began, with the data of `NextStage.send`, chunk i in row i.
-
-        Returns the wanted hidden states.
-        """
         batch, _ = self._plan(chunks)
         layout, chunk = batch.layout, batch.layout.token_rows
         firsts = np.cumsum(chunks[:, 2]) - chunks[:, 2]

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.arrays import IntArray
 from engine.execution.cpu.device import PagedAttention, PoolDevice, arrange, clear_begun_blocks
 from engine.execution.cpu.native.attention import NativeAttention
-from engine.execution.cpu.native.linear import Native, NativeLinear
+from engine.execution.cpu.native.linear import NativeLinear
 from engine.execution.masks import FinishMasks
 from engine.execution.plan import LaunchPlan
 from engine.execution.pool import StateTable, UnitPool
@@ -22,6 +22,7 @@ from engine.execution.rows import Layout, RowTable
 from engine.execution.sampler import DeviceSamples
 from engine.limits import Limits
 from engine.models.attention import Manner
+from engine.models.transformers_calls import EngineLinear
 from engine.models.transformers_model import Attend, TransformersModel
 
 
@@ -32,7 +33,12 @@ class StepAttention(Protocol):
         """Begin a step with these chunks [n, 4]; later calls pass the tokens in the order of the returned layout."""
         ...
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner, /) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner, /) -> Tensor:
+        """Attend q [T, heads, d] to k [T, kv_heads, d], v [T, kv_heads, e] and the past; returns [T, heads * e].
+
+        Writes k and v to the pool, whose cells may be wider than those of this layer.
+        """
+        ...
 
 
 MakeAttention = Callable[[UnitPool, RowTable], StepAttention]
@@ -62,7 +68,8 @@ class TransformersDevice(PoolDevice):
         goes_on = all(each.resumes for each in states.values())
         self.state_slots, self.host_state_slots = (state_slots, host_state_slots) if goes_on else (0, 0)
         self._states = StateTable(states, limits.max_num_seqs, self.state_slots, self.host_state_slots)
-        native = _native_of(model)
+        layers = [each.layer for each in model.module.modules() if isinstance(each, EngineLinear)]
+        native = next((each.native for each in layers if isinstance(each, NativeLinear)), None)
         self._attend: StepAttention | None = None
         if native is not None:
             self._attend = NativeAttention(native, self.pool, self.rows, limits.max_model_len)
@@ -79,7 +86,7 @@ class TransformersDevice(PoolDevice):
         )  # fmt: skip
 
     def restore(self, _units: IntArray, _starts: IntArray) -> None:
-        """See CacheMover; not used, because this device keeps no hidden state."""
+        """See Device; not used, because this device keeps no hidden state."""
         raise NotImplementedError
 
     def forward(
@@ -107,8 +114,3 @@ class TransformersDevice(PoolDevice):
         clear_begun_blocks(self.pool, self.rows, chunks)
         batch = arrange(chunks, self.rows, self._cell_bytes)
         return batch.layout, PagedAttention(self.pool, self.rows, batch)
-
-
-def _native_of(model: TransformersModel) -> Native | None:
-    """Return the library that computes the model's linear layers, or None."""
-    return next((layer.native for layer in model.linear_layers() if isinstance(layer, NativeLinear)), None)

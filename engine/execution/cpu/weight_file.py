@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,51 +31,45 @@ from engine.execution.streamed_cache import Span
 PAGE = 4096  # O_DIRECT needs addresses, offsets and sizes to be multiples of this
 _PIECE = 8 * 2**20  # bytes per call
 _HELPERS = 4
-_Move = Callable[["_Descriptor", bool, int, memoryview], None]
+_Move = Callable[[int, memoryview], None]
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
 class WeightFile:
-    """A Transport of `count` layers of up to `size` bytes each, in a file in `folder`. Raises ConfigError."""
+    """A Transport of `count` layers of up to `size` bytes each, in a file in `folder`, freed with its last reader.
+
+    Raises ConfigError.
+    """
 
     def __init__(self, folder: Path, size: int, count: int) -> None:
         self._size = -(-size // PAGE) * PAGE
         self._count = count
-        descriptor, self.direct = _open(folder, self._size * count, "--offload-weights")
-        self._file = _Descriptor(descriptor)
+        self._file = _open(folder, self._size * count, "--offload-weights")
         self._maps = [mmap.mmap(-1, self._size) for _ in range(BUFFERS)]
         self.buffers = [torch.frombuffer(each, dtype=torch.uint8) for each in self._maps]
         self._threads = ThreadPoolExecutor(BUFFERS, thread_name_prefix="tidemill-weights")
         self._reads: list[Future[None] | None] = [None] * BUFFERS
 
     def keep(self, place: int, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """See Transport."""
         for at, part in parts:
             self.buffers[0][at : at + part.nbytes].copy_(part)
         try:
-            _write(self._file, self.direct, place * self._size, memoryview(self._maps[0]))
+            self._file.write(place * self._size, memoryview(self._maps[0]))
         except OSError as error:
             raise ConfigError(f"writing the streamed weights failed: {error.strerror}") from None
 
     def begin(self, place: int, buffer: int) -> None:
-        """See Transport."""
         target = memoryview(self._maps[buffer])
-        self._reads[buffer] = self._threads.submit(_read, self._file, self.direct, place * self._size, target)
+        self._reads[buffer] = self._threads.submit(self._file.read, place * self._size, target)
 
     def wait(self, buffer: int) -> None:
-        """See Transport."""
         read = self._reads[buffer]
         assert read is not None, "begin() must precede wait()"
         read.result()
 
     def release(self, buffer: int) -> None:
         """See Transport; a no-op, because computing has ended."""
-
-    def close(self) -> None:
-        """Free the file; no read may be started afterwards. Without a call the file is freed with its last reader."""
-        self._threads.shutdown(wait=True)
-        self._file.close()
 
     def seconds(self) -> float:
         """Return the seconds per layer, as a mean over all layers, at least once, for about half a second."""
@@ -101,7 +94,7 @@ class CacheFile:
     alignment = PAGE
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._file = folder, _Descriptor(-1)
+        self._folder, self._file = folder, _File(-1, direct=False)
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="tidemill-cache") for _ in range(CACHE_BUFFERS)]
         self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="tidemill-cache-part")
         self._loads: list[Future[None] | None] = [None] * CACHE_BUFFERS
@@ -109,26 +102,21 @@ class CacheFile:
         self._lost: StreamingError | None = None
 
     def attach(self, buffers: Tensor, num_layers: int) -> None:
-        """See CacheStore."""
         self._views = [memoryview(each.view(-1).numpy()) for each in buffers]
         self._slice_bytes, self._size = buffers.shape[2], len(self._views[0])
-        descriptor, self.direct = _open(self._folder, self._size * num_layers, "--swap-space")
-        self._file = _Descriptor(descriptor)
+        self._file = _open(self._folder, self._size * num_layers, "--swap-space")
 
     def load(self, layer: int, spans: Sequence[Span]) -> None:
-        """See CacheStore."""
-        self._loads[layer % CACHE_BUFFERS] = self._submit(_read, layer, spans)
+        self._loads[layer % CACHE_BUFFERS] = self._submit(self._file.read, layer, spans)
 
     def wait(self, layer: int) -> None:
-        """See CacheStore."""
         load = self._loads[layer % CACHE_BUFFERS]
         assert load is not None, "load() must precede wait()"
         load.result()
 
     def save(self, layer: int, spans: Sequence[Span]) -> None:
-        """See CacheStore."""
         if spans:
-            self._saves.append(self._submit(_write, layer, spans))
+            self._saves.append(self._submit(self._file.write, layer, spans))
 
     def settle(self) -> None:
         """See CacheStore. After a failed write the cache is lost, and every later step fails."""
@@ -145,72 +133,56 @@ class CacheFile:
         each, first, view = self._slice_bytes, layer * self._size, self._views[layer % CACHE_BUFFERS]
         firsts = [first + begin * each for begin, _ in spans]
         views = [view[begin * each : end * each] for begin, end in spans]
-        part = partial(move, self._file, self.direct)
-        return self._threads[layer % CACHE_BUFFERS].submit(_move_all, self._helpers, part, firsts, views)
-
-    def close(self) -> None:
-        """Free the file; nothing may be started afterwards."""
-        for thread in (*self._threads, self._helpers):
-            thread.shutdown(wait=True)
-        self._file.close()
+        return self._threads[layer % CACHE_BUFFERS].submit(_move_all, self._helpers, move, firsts, views)
 
 
-class _Descriptor:
-    """Owner of a file descriptor. An access in progress holds it, so that its end need not be awaited."""
+class _File:
+    """An unnamed file. An access in progress holds it, but not its user, so that its end need not be awaited.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    `direct`: accesses bypass the page cache; otherwise they drop their pages from it.
+    """
 
-    def close(self) -> None:
+    def __init__(self, number: int, *, direct: bool) -> None:
+        self.number, self.direct = number, direct
+
+    def __del__(self) -> None:
         if self.number >= 0:
             os.close(self.number)
-            self.number = -1
 
-    __del__ = close
+    def read(self, first: int, view: memoryview) -> None:
+        """Fill `view` from position `first` on. Raises StreamingError."""
+        at, size = 0, len(view)
+        try:
+            while at < size:
+                got = os.preadv(self.number, [view[at : at + _PIECE]], first + at)
+                if got <= 0:
+                    raise StreamingError(
+                        f"the file of streamed layers ends after {first + at} bytes, expected {first + size}"
+                    )
+                at += got
+            if not self.direct:
+                os.posix_fadvise(self.number, first, size, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise StreamingError(f"reading streamed layers failed: {error.strerror}") from None
+
+    def write(self, first: int, view: memoryview) -> None:
+        """Write `view` from position `first` on. Raises OSError."""
+        at = 0
+        while at < len(view):
+            at += os.pwrite(self.number, view[at : at + _PIECE], first + at)
+        if not self.direct:
+            os.fdatasync(self.number)
+            os.posix_fadvise(self.number, first, len(view), os.POSIX_FADV_DONTNEED)
 
 
-def _move_all(
-    helpers: ThreadPoolExecutor, move: Callable[[int, memoryview], None], firsts: list[int], views: list[memoryview]
-) -> None:
+def _move_all(helpers: ThreadPoolExecutor, move: _Move, firsts: list[int], views: list[memoryview]) -> None:
     """Move all parts, several at a time: a small one takes less time than its latency."""
     for _ in helpers.map(move, firsts, views):
         pass
 
 
-def _read(file: _Descriptor, direct: bool, first: int, view: memoryview) -> None:
-    """Fill `view` from a file. A function without WeightFile, so that a read does not keep it alive."""
-    at, size = 0, len(view)
-    try:
-        while at < size:
-            got = os.preadv(file.number, [view[at : at + _PIECE]], first + at)
-            if got <= 0:
-                raise StreamingError(
-                    f"the file of streamed layers ends after {first + at} bytes, expected {first + size}"
-                )
-            at += got
-        if not direct:
-            _forget(file.number, (first, size))
-    except OSError as error:
-        raise StreamingError(f"reading streamed layers failed: {error.strerror}") from None
-
-
-def _write(file: _Descriptor, direct: bool, first: int, view: memoryview) -> None:
-    """Write `view` to a file. Raises OSError."""
-    at = 0
-    while at < len(view):
-        at += os.pwrite(file.number, view[at : at + _PIECE], first + at)
-    if not direct:
-        os.fdatasync(file.number)
-        _forget(file.number, (first, len(view)))
-
-
-def _forget(fd: int, span: tuple[int, int]) -> None:
-    """Drop a span from the page cache."""
-    os.posix_fadvise(fd, *span, os.POSIX_FADV_DONTNEED)
-
-
-def _open(folder: Path, size: int, flag: str) -> tuple[int, bool]:
-    """Create an unnamed file of this size; return its descriptor and whether it bypasses the page cache."""
+def _open(folder: Path, size: int, flag: str) -> _File:
+    """Create an unnamed file of this size. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (kind := file_system(folder)) in _IN_MEMORY:
@@ -221,7 +193,7 @@ def _open(folder: Path, size: int, flag: str) -> tuple[int, bool]:
         try:
             os.posix_fallocate(handle, 0, size)
             past = _past_the_cache(name)
-            return (os.dup(handle), False) if past is None else (past, True)
+            return _File(os.dup(handle), direct=False) if past is None else _File(past, direct=True)
         finally:
             os.unlink(name)
             os.close(handle)

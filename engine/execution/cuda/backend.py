@@ -19,7 +19,7 @@ from engine.execution import memory
 from engine.execution.backend import Backend
 from engine.execution.cpu.device import TorchDevice
 from engine.execution.cpu.transformers_device import MakeAttention, TransformersDevice
-from engine.execution.cuda.buffers import Buckets, HeadSizes, decode_buckets, graph_bytes, mixed_buckets
+from engine.execution.cuda.buffers import Buckets, decode_buckets, graph_bytes, mixed_buckets
 from engine.execution.cuda.device import CudaDevice
 from engine.execution.cuda.kernel_check import check_kernels, remembered, with_twins
 from engine.execution.cuda.mapped_layers import MappedLayers, Memory
@@ -34,10 +34,11 @@ from engine.execution.stages import PipelineRunner
 from engine.limits import NO_PADDING, UNITS_PER_BLOCK, Limits, Padding
 from engine.machine.facts import BUS_RATE, cuda_devices, cuda_driver, host_engines
 from engine.models import compact, humming
+from engine.models.attention import HeadSizes
 from engine.models.checkpoint import load_layers
 from engine.models.compact import BLOCK, Blocks, Tiles, check, make_compact
 from engine.models.decoder import Decoder
-from engine.models.linear import Linear, MakeLinear, make_linear
+from engine.models.linear import MakeLinear, make_linear
 from engine.models.packing import Packing
 from engine.models.spec import ModelShape, ModelSpec
 from engine.models.transformers_model import TransformersModel
@@ -138,7 +139,6 @@ class CudaBackend(Backend):
         return humming.is_usable() and torch.cuda.get_device_capability() >= _OLDEST_ARCH
 
     def library_fault(self, plan: LaunchPlan, say: Callable[[str], None]) -> str:
-        """See Backend."""
         packing = plan.spec.packing
         if not plan.library or packing is None:
             return ""
@@ -215,7 +215,8 @@ class CudaBackend(Backend):
             return plan, make_linear
         if plan.quantization in COMPACT:
             return _compact(config, plan, say)
-        make = float8_layers(keeps_floats=plan.quantization == STORED_FLOATS, by_kernels=plan.by_kernels)
+        keeps = plan.quantization == STORED_FLOATS  # only weights that are stored in 8-bit floats are of 8 bits
+        make = partial(compact.make_float8, rounding=_rounding(by_kernels=plan.by_kernels), keeps_floats=keeps)
         fault = check(torch.device(plan.device), shapes=_shapes(plan), make=partial(make, keeps_floats=False))
         if not fault:
             return plan, make
@@ -231,7 +232,6 @@ class CudaBackend(Backend):
         folder: Path,
         say: Callable[[str], None],
     ) -> LaunchPlan:
-        """See Backend."""
         skips = not config.self_test or isinstance(weights, TransformersModel)
         if skips or self._refusal_of(plan) is not None:
             return plan
@@ -280,11 +280,10 @@ class CudaBackend(Backend):
     def module_attention(
         self, model: TransformersModel, limits: Limits, *, by_kernels: bool = True
     ) -> tuple[MakeAttention | None, str]:
-        """See Backend."""
         if not by_kernels:
             return None, "torch operators"
         seen, _ = probe(model.module)
-        calls = [(HeadSizes(each.heads, each.kv_heads, *each.widths), each.manner) for each in seen]
+        calls = [(each.sizes, each.manner) for each in seen]
         dtype, capability = model.like.dtype, torch.cuda.get_device_capability()
         refusals = (kernel_refusal(heads, dtype, capability) for heads, _ in calls)
         if model.shape.kv_size * dtype.itemsize % 16:
@@ -346,20 +345,13 @@ def kernel_refusal(heads: HeadSizes, dtype: torch.dtype, capability: tuple[int, 
         if not _SMALLEST_HEAD <= width <= 256 or width * dtype.itemsize % 16:
             return f"heads of {width} are not supported ({_SMALLEST_HEAD} up to 256, a multiple of 16 bytes)"
     largest = _LARGEST_GROUP // 2 if dtype == torch.float32 else _LARGEST_GROUP
-    if heads.num_heads // heads.num_kv_heads > largest:
+    if heads.heads // heads.kv_heads > largest:
         return f"more than {largest} query heads share a KV head in {str(dtype).removeprefix('torch.')}"
     return None
 
 
-def float8_layers(*, keeps_floats: bool = False, by_kernels: bool = True) -> partial[Linear]:
-    """Return a maker of 8-bit float layers, with kernels for the rounding of inputs if Triton works.
-
-    `keeps_floats`: only for weights that are stored in 8-bit floats.
-    """
-    return partial(compact.make_float8, rounding=_rounding(by_kernels=by_kernels), keeps_floats=keeps_floats)
-
-
 def _rounding(*, by_kernels: bool) -> compact.Rounding:
+    """Return the functions that round inputs to 8-bit floats: kernels if Triton works."""
     if not by_kernels or launch_refusal() is not None:
         return compact.BY_TORCH
     kernels = importlib.import_module("engine.triton_kernels.norms")

@@ -9,7 +9,7 @@ Steps are padded to a few sizes, so that one CUDA graph serves every step of its
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from engine.arrays import Float32Array, Int32Array, IntArray
 from engine.execution.rows import UNKNOWN, Layout, RowTable, SamplingTable, uniforms
 from engine.execution.sampler import DeviceSamples
 from engine.limits import Limits
-from engine.models.spec import ModelShape
+from engine.models.attention import HeadSizes
 from engine.triton_kernels import configs
 from engine.triton_kernels.work import DecodeWork, PrefillWork, Scratch, WorkBuffer, aligned
 
@@ -238,23 +238,6 @@ class RepeatedStep:
         return True
 
 
-class HeadSizes(NamedTuple):
-    """Numbers of query heads and KV heads, and head widths of q and k, and of v."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-
-    @classmethod
-    def of(cls, spec: ModelShape) -> Self:
-        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim)
-
-    @property
-    def widest(self) -> int:
-        return max(self.head_dim, self.value_dim)
-
-
 class StepBuffers:
     """Buffers of steps. All layers with these `heads` and all step shapes share the scratch of attention.
 
@@ -269,15 +252,13 @@ class StepBuffers:
         self, heads: HeadSizes, limits: Limits, dtype: torch.dtype, device: torch.device, long_from: int = 0
     ) -> None:
         max_tokens, max_samples = limits.max_num_batched_tokens, limits.max_num_seqs
-        arch, group = configs.device_arch(device), heads.num_heads // heads.num_kv_heads
+        arch, group = configs.device_arch(device), heads.heads // heads.kv_heads
         prefill = configs.prefill_config(arch, heads.widest, dtype)
         self._tile_tokens = prefill.block_m // group
         decode_tile = configs.decode_config(arch, heads.widest, group, dtype).block_n
         processors = configs.num_multiprocessors(device)
-        self._decode_items = partial(
-            configs.decode_items, num_kv_heads=heads.num_kv_heads, num_multiprocessors=processors
-        )
-        self._slots = configs.prefill_slots(heads.num_kv_heads, processors)
+        self._decode_items = partial(configs.decode_items, num_kv_heads=heads.kv_heads, num_multiprocessors=processors)
+        self._slots = configs.prefill_slots(heads.kv_heads, processors)
         items = self._decode_items(max_samples)
         tiles = configs.prefill_items(max_tokens, max_samples, self._tile_tokens, self._slots)
         merged = configs.prefill_merged(self._slots, self._tile_tokens)
@@ -306,11 +287,11 @@ class StepBuffers:
         self._prefill = PrefillWork(
             max_samples, tiles, self._tile_tokens, device, self._buffer, slots=self._slots, tile=prefill.block_n
         )
-        scratch = max(items, self._prefill.partials), heads.num_heads
+        scratch = max(items, self._prefill.partials), heads.heads
         self._scratch = Scratch(
             torch.zeros((*scratch, heads.value_dim), dtype=torch.float32, device=device),
             torch.zeros(scratch, dtype=torch.float32, device=device),
-            torch.zeros((items, heads.num_kv_heads), dtype=torch.int32, device=device),
+            torch.zeros((items, heads.kv_heads), dtype=torch.int32, device=device),
         )
         self._views: dict[PaddedShape, StepInputs] = {}
 

@@ -37,7 +37,6 @@ from engine.api import MAX_LOGPROBS, SamplingParams
 from engine.arrays import Int32Array, IntArray
 from engine.execution.cuda.buffers import (
     Buckets,
-    HeadSizes,
     PaddedShape,
     RepeatedStep,
     StepBuffers,
@@ -45,7 +44,7 @@ from engine.execution.cuda.buffers import (
     StepWishes,
     send,
 )
-from engine.execution.cuda.forward import DeviceTables, Forward, Graphs, Projection, StepHidden, long_from
+from engine.execution.cuda.forward import DeviceTables, Forward, Graphs, StepHidden, long_from
 from engine.execution.cuda.swap import Swapper
 from engine.execution.masks import FinishMasks, StepMasks
 from engine.execution.pool import PoolOptions, UnitPool
@@ -54,6 +53,7 @@ from engine.execution.rows import Layout, RowTable, decodes_first, has_hidden
 from engine.execution.sampler import DeviceSamples, RowLogprobs
 from engine.execution.stream import DeviceStream, Mark, pinned
 from engine.limits import Limits
+from engine.models.attention import HeadSizes
 from engine.models.lora import Adapters, Delta, Site, StepAdapters
 from engine.models.spec import ModelSpec
 from engine.models.weights import ModelWeights
@@ -227,11 +227,8 @@ def _logprobs(raw: Tensor, tokens: Tensor, wishes: StepWishes) -> RowLogprobs | 
     wanted = wishes.logprobs
     if wanted is None:
         return None
-    values = raw.index_select(0, wanted.places).float().log_softmax(dim=-1)
-    chosen = values.gather(1, tokens.index_select(0, wanted.places).clamp(min=0).long()[:, None])
-    top = values.topk(min(max(int(wanted.counts.max()), 1), values.shape[1]), dim=-1)
-    packed = torch.cat((chosen.view(torch.int32), top.values.view(torch.int32), top.indices.to(torch.int32)), dim=1)
-    return RowLogprobs(packed, wanted.host_places, wanted.counts)
+    rows, chosen = raw.index_select(0, wanted.places), tokens.index_select(0, wanted.places)
+    return RowLogprobs.of(rows, chosen, wanted.host_places, wanted.counts)
 
 
 class Stage:
@@ -275,10 +272,7 @@ class Stage:
         return receive
 
     def pass_through(self, beyond: "NextStage | None", chunks: IntArray, hidden: Tensor, wanted: IntArray) -> Tensor:
-        """Run the next part of a step that another device began, with the data of `NextStage.send`, chunk i in row i.
-
-        Returns the wanted hidden states, on the host.
-        """
+        """See StagedDevice."""
         layout = decodes_first(chunks)
         inputs, chunk = self._fill(layout), layout.token_rows
         firsts = np.cumsum(chunks[:, 2]) - chunks[:, 2]
@@ -337,9 +331,8 @@ _WISHES = (_EVERYTHING, SamplingParams(1), SamplingParams(1, temperature=0.0))
 
 
 class CudaDevice:
-    """A Device for CUDA. Two steps may be in flight. Use it from one thread.
-
-    Raises ConfigError for scratch if the model cannot use hidden state as a cache.
+    """A StagedDevice for CUDA. Two steps may be in flight. Use it from one thread. Raises ConfigError like
+    `UnitPool.of`.
 
     Args:
         kernels: Triton kernels or their torch twins.
@@ -348,7 +341,6 @@ class CudaDevice:
 
     Attributes:
         tables: Block tables and last tokens on the device.
-        beyond: Runs the following layers on the next engine of a pipeline.
     """
 
     pipeline_depth = 1
@@ -372,7 +364,6 @@ class CudaDevice:
         assert len(self.pool.slices) < 2**31, "table entries have 32 bits"
         self.tables = DeviceTables(self.rows, self.pool)
         self._forward = Forward(spec, weights, kernels, self.tables, self.pool, limits)
-        self._projection = Projection(self._forward, self.pool, limits)
         self._swapper = Swapper(self.pool, kernels, self.stream, out=DeviceStream(device), back=DeviceStream(device))
         second = long_from(spec.rope, limits.max_model_len)
         self._buffers = StepBuffers(HeadSizes.of(spec), limits, weights.embedding.dtype, device, second)
@@ -386,7 +377,7 @@ class CudaDevice:
         self._last: RepeatedStep | None = None
         self._slotted = SlottedAdapters(spec, limits.max_num_seqs, device, taken=adapted)
         self.adapters: Adapters = self._slotted
-        self.restore = self._projection.restore
+        self.restore = self._forward.restore
         self.swap_out, self.swap_in = self._swapper.swap_out, self._swapper.swap_in
         if configs.is_cuda(device):
             torch.cuda.synchronize(device)  # weights and tables were written on another stream
@@ -431,9 +422,7 @@ class CudaDevice:
         wishes, numbers = self._sampling.begin(layout), rows.adapters[layout.token_rows]
         hidden, adapt, by_slots = None, None, False
         if has_hidden(rows, chunks):
-            hidden = StepHidden.of(
-                self._projection, self._forward, self._buffers, inputs, rows, layout, self.pool.scratch_blocks
-            )
+            hidden = StepHidden.of(self._forward, self._buffers, inputs, rows, layout, self.pool.scratch_blocks)
         if numbers.any():
             slots = None
             if hidden is None and take is None and not inputs.shape.prefill:
@@ -579,7 +568,7 @@ class CudaDevice:
             for params, masked in product(_WISHES, (None, masks)):
                 inputs, hidden = self._buffers.fill(shape, decodes_first(_NO_CHUNKS), self.rows), None
                 if self.pool.scratch_blocks:
-                    hidden = StepHidden.padding(self._projection, self._forward, inputs)
+                    hidden = StepHidden.padding(self._forward, inputs)
                 self._run_padding(inputs, 1, params, masked, hidden)
             inputs = self._buffers.fill(self._buckets.fit(1, 1), decodes_first(_NO_CHUNKS), self.rows)
             self._buffers.upload()

@@ -42,6 +42,8 @@ from engine.models.weights import LayerWeights, ModelWeights, embedding_scale
 from engine.triton_kernels import Kernels
 
 _NO_CHANGES = np.zeros(0, dtype=np.int64)
+PIECE = 2048
+"""Maximum number of tokens per projection, enough for the full rate of matrix products and small beside a step."""
 
 
 class DeviceTables:
@@ -121,6 +123,7 @@ class Forward:
         shape = (-1, pool.block_size, pool.num_kv_heads, pool.head_dim)
         self._pool = tables.view(pool.cells.view(shape) if pool.bytes is None else pool.bytes.values)
         self._units = pool
+        self._max_model_len = limits.max_model_len
         self.decoder = Decoder(spec, weights, kernels)
         self.layers = range(spec.num_layers)
         dtype, device = weights.embedding.dtype, weights.embedding.device
@@ -169,7 +172,7 @@ class Forward:
         """Return the hidden state [T, H] before the first layer."""
         hidden: Tensor = self._kernels.embed_tokens(
             inputs.ids, inputs.source, self._last_tokens, inputs.positions, self._weights.embedding,
-            self._embedding_scale, self._weights.positions, self._spec.position_offset or 0,
+            self._embedding_scale, self._weights.positions, self._spec.family.position_offset or 0,
         )  # fmt: skip
         return hidden
 
@@ -219,17 +222,33 @@ class Forward:
         )
 
     def project(self, layer: int, tables: Tensor, rows: Tensor, positions: Tensor) -> None:
-        """Project the stored hidden state of tokens [t] to K and V, written where `tables` points."""
+        """Project tokens at `positions [t]` of `rows [t]` (int32) from their hidden state to their K and V, both found
+        in `tables [3, rows, blocks]`."""
         spec, (cells, *_, base, _) = self._spec, self._pool
-        x = self._weights.embedding.new_empty((len(rows), spec.hidden_size))
-        place = self._units.places[layer]
-        self._kernels.hidden_gather(x, positions, rows, cells, tables[2], layer=place, scratch_base=base)
-        k, v = self._kv[layer](x).view(len(x), 2, spec.num_kv_heads, spec.head_dim).unbind(1)
-        norm = self._weights.layers[layer].qk_norm
-        self._kernels.rope_cache_write(
-            None, k, v, self._cos_sin[layer], positions, rows, PoolView(cells, tables[0], tables[1], base), layer=place,
-            k_norm=None if norm is None else norm[spec.num_heads], eps=spec.norm_eps,
-        )  # fmt: skip
+        place, norm = self._units.places[layer], self._weights.layers[layer].qk_norm
+        pool, piece = PoolView(cells, tables[0], tables[1], base), min(PIECE, len(self._mixed))
+        for row, position in zip(torch.split(rows, piece), torch.split(positions, piece), strict=True):
+            x = self._weights.embedding.new_empty((len(row), spec.hidden_size))
+            self._kernels.hidden_gather(x, position, row, cells, tables[2], layer=place, scratch_base=base)
+            k, v = self._kv[layer](x).view(len(x), 2, spec.num_kv_heads, spec.head_dim).unbind(1)
+            self._kernels.rope_cache_write(
+                None, k, v, self._cos_sin[layer], position, row, pool, layer=place,
+                k_norm=None if norm is None else norm[spec.num_heads], eps=spec.norm_eps,
+            )  # fmt: skip
+
+    def restore(self, units: IntArray, starts: IntArray) -> None:
+        """Restore blocks [n] with `units [n, 3]` (hidden state, K, V) and first positions `starts`.
+
+        All cells of a partial block are projected; unused ones are overwritten before they are read.
+        """
+        pool, device = self._units, self._units.device
+        rows, table = _table_of(units * pool.num_layers, starts // pool.block_size)
+        positions = (starts[:, None] + np.arange(pool.block_size)).reshape(-1)
+        exist = positions < self._max_model_len  # the last block may exceed the longest context
+        tokens = np.stack((np.repeat(rows, pool.block_size), positions))[:, exist].astype(np.int32)
+        tables, (token_rows, token_positions) = send(table, device), send(tokens, device)
+        for layer in range(pool.num_layers):
+            self.project(layer, tables, token_rows, token_positions)
 
     def _attend(self, index: int, layer: LayerWeights, projected: Tensor, inputs: StepInputs) -> Tensor:
         spec, here = self._spec, self._units.places[index - self.layers.start]
@@ -324,41 +343,6 @@ class Graphs:
             graph.replay()
 
 
-PIECE = 2048
-"""Maximum number of tokens per projection, enough for the full rate of matrix products and small beside a step."""
-
-
-class Projection:
-    """Projects hidden state in the pool to K and V."""
-
-    def __init__(self, forward: Forward, pool: UnitPool, limits: Limits) -> None:
-        self._forward = forward
-        self._pool = pool
-        self._piece = min(PIECE, limits.max_num_batched_tokens)
-        self._max_model_len = limits.max_model_len
-
-    def __call__(self, layer: int, tables: Tensor, rows: Tensor, positions: Tensor) -> None:
-        """Project tokens at `positions [t]` of `rows [t]` (int32) from their hidden state to their K and V, both found
-        in `tables [3, rows, blocks]`."""
-        for first in range(0, len(rows), self._piece):
-            part = slice(first, first + self._piece)
-            self._forward.project(layer, tables, rows[part], positions[part])
-
-    def restore(self, units: IntArray, starts: IntArray) -> None:
-        """Restore blocks [n] with `units [n, 3]` (hidden state, K, V) and first positions `starts`.
-
-        All cells of a partial block are projected; unused ones are overwritten before they are read.
-        """
-        pool, device = self._pool, self._pool.device
-        rows, table = _table_of(units * pool.num_layers, starts // pool.block_size)
-        positions = (starts[:, None] + np.arange(pool.block_size)).reshape(-1)
-        exist = positions < self._max_model_len  # the last block may exceed the longest context
-        tokens = np.stack((np.repeat(rows, pool.block_size), positions))[:, exist].astype(np.int32)
-        tables, (token_rows, token_positions) = send(table, device), send(tokens, device)
-        for layer in range(pool.num_layers):
-            self(layer, tables, token_rows, token_positions)
-
-
 class StepHidden:
     """Hidden state of one step; called with the attention input of each layer, before attention.
 
@@ -366,37 +350,37 @@ class StepHidden:
     tokens to project.
     """
 
-    def __init__(self, projection: Projection, forward: Forward, inputs: StepInputs, past: Int32Array) -> None:
-        self._projection, self._forward, self._inputs = projection, forward, inputs
+    def __init__(self, forward: Forward, inputs: StepInputs, past: Int32Array) -> None:
+        self._forward, self._inputs = forward, inputs
         self._past = send(past, inputs.positions.device) if past.size else None
 
     @classmethod
     def of(
-        cls, projection: Projection, forward: Forward, buffers: StepBuffers, inputs: StepInputs, rows: RowTable,
-        layout: Layout, scratch_blocks: int,
-    ) -> Self:  # fmt: skip
-        """Plan the step: write `buffers` and point the tables of `rows` at scratch, before their changes are sent."""
+        cls, forward: Forward, buffers: StepBuffers, inputs: StepInputs, rows: RowTable, layout: Layout, scratch: int
+    ) -> Self:
+        """Plan the step: write `buffers` and point the tables of `rows` at scratch of so many blocks, before their
+        changes are sent."""
         chunks, block_size = layout.chunks, rows.block_size
         is_hidden = rows.is_hidden[layout.token_rows, layout.positions // block_size]
         buffers.fill_stored(np.where(is_hidden, layout.token_rows, -1))
-        plan = ScratchPlan(rows, chunks, scratch_blocks)
+        plan = ScratchPlan(rows, chunks, scratch)
         plan.enter(rows)
         index, offsets = plan.past_tokens(chunks, block_size)
         members, blocks = plan.rows[plan.first][index], plan.blocks[plan.first][index]
         past = np.stack((members, blocks * block_size + offsets)).astype(np.int32)
-        return cls(projection, forward, inputs, past)
+        return cls(forward, inputs, past)
 
     @classmethod
-    def padding(cls, projection: Projection, forward: Forward, inputs: StepInputs) -> Self:
+    def padding(cls, forward: Forward, inputs: StepInputs) -> Self:
         """Return a plan that runs all operations without a request."""
-        return cls(projection, forward, inputs, np.array([[-1], [0]], dtype=np.int32))
+        return cls(forward, inputs, np.array([[-1], [0]], dtype=np.int32))
 
     def __call__(self, layer: int, x: Tensor) -> None:
         """Store x [T, H] of new tokens in hidden blocks, and project the stored past."""
         tables, inputs = self._forward.tables, self._inputs
         self._forward.store(layer, tables, x, inputs.stored, inputs.positions)
         if self._past is not None:
-            self._projection(layer, tables, *self._past)
+            self._forward.project(layer, tables, *self._past)
 
 
 def _table_of(entries: IntArray, blocks: IntArray) -> tuple[IntArray, Int32Array]:

@@ -88,9 +88,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(Properties), c_int),
     "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
-    "cuMemAddressFree": (c_uint64, c_size_t),
     "cuMemCreate": (POINTER(c_uint64), c_size_t, POINTER(Properties), c_uint64),
-    "cuMemRelease": (c_uint64,),
     "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
     "cuMemSetAccess": (c_uint64, c_size_t, POINTER(Access), c_size_t),
     "cuMemUnmap": (c_uint64, c_size_t),
@@ -127,7 +125,7 @@ class Piece:
 
 
 class Memory:
-    """Memory of one device."""
+    """Memory of one device, held until the process ends."""
 
     def __init__(self, device: torch.device, driver: Any = None) -> None:
         self.device = device
@@ -140,8 +138,6 @@ class Memory:
         size = c_size_t()
         self.call("cuMemGetAllocationGranularity", byref(size), byref(self._properties), 0)
         self.granularity = size.value
-        self._pieces: list[Piece] = []
-        self._ranges: list[Range] = []
 
     def create(self, num_bytes: int) -> Piece:
         """Allocate memory, rounded up. Raises MappingError."""
@@ -153,26 +149,13 @@ class Memory:
                 raise
             torch.cuda.empty_cache()  # release memory that torch's allocator caches
             self.call("cuMemCreate", byref(handle), size, byref(self._properties), 0)
-        self._pieces.append(Piece(handle.value, size))
-        return self._pieces[-1]
+        return Piece(handle.value, size)
 
     def reserve(self, num_bytes: int) -> "Range":
         """Reserve addresses, rounded up, without memory. Raises MappingError."""
         base, size = c_uint64(), self._rounded(num_bytes)
         self.call("cuMemAddressReserve", byref(base), size, 0, 0, 0)
-        found = Range(self, base.value, size)
-        self._ranges.append(found)
-        return found
-
-    def close(self) -> None:
-        """Free everything; nothing may be in use."""
-        for found in self._ranges:
-            while found.pieces:
-                found.pop()
-            self.call("cuMemAddressFree", found.base, found.num_bytes)
-        for piece in self._pieces:
-            self.call("cuMemRelease", piece.handle)
-        self._ranges, self._pieces = [], []
+        return Range(self, base.value, size)
 
     def view(self, base: int, num_bytes: int) -> Tensor:
         return tensor_over(base, num_bytes, self.device)
@@ -298,11 +281,9 @@ class MappedLayers(ResidentLayers):
 
     @property
     def spare_bytes(self) -> int:
-        """See ResidentLayers."""
         return sum(piece.num_bytes for piece in self._pieces)
 
     def reserve(self, num_bytes: int, spare_bytes: int) -> "MappedLayers":
-        """See Reserve."""
         assert self._pool is None, "layers can lend memory to one pool only"
         try:
             piece = self._memory.create(num_bytes)
@@ -335,7 +316,6 @@ class MappedLayers(ResidentLayers):
         super().give_up(indices, needed)
 
     def back(self, num_bytes: int) -> None:
-        """See PoolMemory."""
         assert self._pool is not None
         if self._pool.backed < num_bytes:
             raise ValueError(f"the pool needs {num_bytes} bytes but has only {self._pool.backed}")

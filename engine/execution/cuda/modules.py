@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from engine.arrays import IntArray
-from engine.execution.cuda.buffers import HeadSizes, PaddedShape, StepBuffers, StepInputs
+from engine.execution.cuda.buffers import PaddedShape, StepBuffers, StepInputs
 from engine.execution.cuda.forward import DeviceTables, attend
 from engine.execution.pool import UnitPool
 from engine.execution.rows import Layout, RowTable, decodes_first
 from engine.limits import Limits
-from engine.models.attention import PLAIN, Manner
+from engine.models.attention import PLAIN, HeadSizes, Manner
 from engine.triton_kernels import Kernels
 
 _NO_CHUNKS = np.zeros((0, 4), dtype=np.int64)
 
 
 class KernelAttention:
-    """Attention of one step at a time, over a pool in the model's type, on the current stream."""
+    """A StepAttention over a pool in the model's type, on the current stream."""
 
     def __init__(self, kernels: Kernels, pool: UnitPool, rows: RowTable, limits: Limits) -> None:
         assert pool.bytes is None and not pool.scratch_blocks, "modules need K and V in their own type"
@@ -38,17 +38,12 @@ class KernelAttention:
         self._layout: Layout | None = None
 
     def begin(self, chunks: IntArray) -> Layout:
-        """Begin a step with these chunks [n, 4] (row, start, length, sample); later calls pass tokens in this order."""
         self._layout = decodes_first(chunks)
         self._inputs.clear()
         return self._layout
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
-        """Attend q [T, heads, d] to k [T, kv_heads, d], v [T, kv_heads, e] and the past; returns [T, heads * e].
-
-        Writes k and v to the pool, whose cells may be wider than those of this layer.
-        """
-        heads = HeadSizes(q.shape[1], k.shape[1], k.shape[2], v.shape[2])
+        heads = HeadSizes.seen(q, k, v)
         inputs = self._inputs.get(heads)
         if inputs is None:
             assert self._layout is not None, "begin() must precede attention"
@@ -63,7 +58,7 @@ class KernelAttention:
 
         q, k = (zeros(count, heads.head_dim) for count in heads[:2])
         inputs = self._send(heads, decodes_first(_NO_CHUNKS), 2, 1)
-        self._attend(inputs, 0, (q, k, zeros(heads.num_kv_heads, heads.value_dim)), manner)
+        self._attend(inputs, 0, (q, k, zeros(heads.kv_heads, heads.value_dim)), manner)
 
     def _attend(self, inputs: StepInputs, layer: int, parts: tuple[Tensor, Tensor, Tensor], manner: Manner) -> Tensor:
         q, k, v = (each.contiguous() for each in parts)

@@ -165,12 +165,10 @@ class PinnedWeights:
         self._arrived: list[Mark | None] = [None] * BUFFERS
 
     def keep(self, place: int, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """See Transport."""
         for at, part in parts:
             self._host[place][at : at + part.nbytes].copy_(part)
 
     def begin(self, place: int, buffer: int) -> None:
-        """See Transport."""
         self._transfers.wait(self._free[buffer])
         self._transfers.copy(self._host[place], self.buffers[buffer])
         self._arrived[buffer] = self._transfers.mark()
@@ -182,7 +180,6 @@ class PinnedWeights:
         self._steps().wait(arrived)
 
     def release(self, buffer: int) -> None:
-        """See Transport."""
         self._free[buffer] = self._steps().mark()
 
     def seconds(self) -> float:
@@ -205,7 +202,6 @@ class PinnedCache:
         self._steps = partial(DeviceStream.current, device)  # the stream of the caller
 
     def attach(self, buffers: Tensor, num_layers: int) -> None:
-        """See CacheStore."""
         size = buffers[0].numel()
         try:
             self._host = [host_zeros(size, self._device).view(buffers[0].shape) for _ in range(num_layers)]
@@ -226,11 +222,9 @@ class PinnedCache:
         self._loaded[buffer] = self._back.mark()
 
     def wait(self, layer: int) -> None:
-        """See CacheStore."""
         self._steps().wait(self._loaded[layer % CACHE_BUFFERS])
 
     def save(self, layer: int, spans: Sequence[Span]) -> None:
-        """See CacheStore."""
         buffer = layer % CACHE_BUFFERS
         self._out.wait(self._steps().mark())
         for first, last in spans:

@@ -5,8 +5,6 @@ attention. Each shape of heads has its own tape, with three operations per layer
 parts of split contexts), added when the layer is first seen. A step is planned once per tape.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from engine.execution.cpu.native.linear import Native, rows_for, stride_of
 from engine.execution.cpu.native.tape import shape_over, step_over
 from engine.execution.pool import UnitPool
 from engine.execution.rows import Layout, RowTable
-from engine.models.attention import PLAIN, Manner
+from engine.models.attention import PLAIN, HeadSizes, Manner
 
 FIRST_TOKENS = 512
 """Initial rows of the buffers; they grow when a step needs more."""
@@ -26,46 +24,32 @@ ANY_TOKEN = 2**31
 """Vocabulary size of modules, whose tokens the library does not look up."""
 
 
-class HeadShape(NamedTuple):
-    """Key of a tape: numbers of heads and KV heads, widths of K and V, and the factor of scores."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    scale: float
-
-
 class NativeAttention:
-    """Attention of one `step` at a time, over a pool in the model's type. `max_model_len`: longest context."""
+    """A StepAttention over a pool in the model's type. `max_model_len`: longest context."""
 
     def __init__(self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int) -> None:
         self._native = native
         self._pool = pool
         self._rows = rows
         self._max_model_len = max_model_len
-        self._tapes: dict[HeadShape, _HeadsTape] = {}
+        self._tapes: dict[tuple[HeadSizes, float], _HeadsTape] = {}
         self._chunks: IntArray = np.empty((0, 4), dtype=np.int64)
         self._step = TapeStep()
 
     def begin(self, chunks: IntArray) -> Layout:
-        """Begin a step with these chunks [n, 4] (row, start, length, sample); calls pass tokens in this order."""
         self._chunks = np.ascontiguousarray(chunks, dtype=np.int64)
         self._step = step_over(self._pool, self._rows, self._chunks)
         return Layout.of(chunks, np.arange(len(chunks)))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, manner: Manner = PLAIN) -> Tensor:
-        """Attend q [T, heads, d] to k [T, kv_heads, d], v [T, kv_heads, e] and the past; returns [T, heads * e].
-
-        Writes k and v to the pool, whose cells may be wider than those of this layer. Raises StepError.
-        """
+        """See StepAttention. Raises StepError."""
         scale = q.shape[2] ** -0.5 if manner.scale is None else manner.scale
-        heads = HeadShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], scale)
-        tape = self._tapes.get(heads)
+        heads = HeadSizes.seen(q, k, v)
+        tape = self._tapes.get((heads, scale))
         if tape is None or tape.max_tokens < len(q):
             room = max(len(q), 2 * tape.max_tokens if tape else FIRST_TOKENS)
-            tape = _HeadsTape(self._native, self._pool, self._rows, self._max_model_len, heads, room)
-            self._tapes[heads] = tape
+            tape = _HeadsTape(self._native, self._pool, self._rows, self._max_model_len, heads, scale, room)
+            self._tapes[heads, scale] = tape
         return tape.attend(self._step, layer, (q, k, v), manner)
 
 
@@ -73,15 +57,22 @@ class _HeadsTape:
     """Tape of the layers with the same shape of heads, for steps of at most `max_tokens`."""
 
     def __init__(
-        self, native: Native, pool: UnitPool, rows: RowTable, max_model_len: int, heads: HeadShape, max_tokens: int
+        self,
+        native: Native,
+        pool: UnitPool,
+        rows: RowTable,
+        max_model_len: int,
+        heads: HeadSizes,
+        scale: float,
+        max_tokens: int,
     ) -> None:
         self.max_tokens = max_tokens
         self._native = native
         self._heads = heads
         level = native.level_for(pool.dtype)
         self._shape = shape_over(
-            pool, rows, max_model_len, **heads._asdict(), hidden=heads.heads * heads.head_dim, vocab=ANY_TOKEN,
-            max_tokens=max_tokens, level=level, type=TYPES[pool.dtype],
+            pool, rows, max_model_len, **heads._asdict(), scale=scale, hidden=heads.heads * heads.head_dim,
+            vocab=ANY_TOKEN, max_tokens=max_tokens, level=level, type=TYPES[pool.dtype],
         )  # fmt: skip
         widths = (heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim, heads.kv_heads * heads.value_dim)
         kind, count = activation_dtype(level), rows_for(max_tokens)

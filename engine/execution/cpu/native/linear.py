@@ -5,14 +5,14 @@ Both share one copy of a weight: torch code uses these layers for steps that tap
 
 import copy
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from engine.execution.cpu.native.library import Epilogue, Int8, Kind, Level, Library, Op, Team, activation_dtype
 from engine.models.linear import AnyWeight
-from engine.models.quantized import GROUP, PackedWeight, RoundedWeight, group_of, pack_weight, round_weight
+from engine.models.quantized import PackedWeight, RoundedWeight, StoredWeight, round_weight
 
 PAD = 32
 """Inputs, and rows of a buffer, are padded to a multiple of this."""
@@ -43,56 +43,35 @@ class Native:
         return self.level if dtype == torch.bfloat16 else min(self.level, Level.AVX512)
 
     def linear(
-        self, weight: AnyWeight, bias: Tensor | None = None, *, gated: bool = False, head: bool = False
+        self, weight: AnyWeight, bias: Tensor | None = None, *, gated: bool = False, **_head: bool
     ) -> "NativeLinear":
         """Make a layer on these threads; the weight is not needed afterwards."""
         if isinstance(weight, PackedWeight):
             return NativeInt4(self, weight, bias, gated)
         if isinstance(weight, RoundedWeight):
-            return self.int8_linear(weight, bias, gated=gated, head=head)
+            return self.int8_linear(weight, bias, gated=gated)
         return NativeLinear(self, weight if isinstance(weight, Tensor) else weight.unpacked(), bias, gated)
 
-    def int4_linear(
-        self,
-        weight: AnyWeight,
-        bias: Tensor | None = None,
-        *,
-        gated: bool = False,
-        head: bool = False,
-        group: int = GROUP,
-    ) -> "NativeLinear":
-        """Make a layer of 4 bits; see `engine.models.linear.make_packed`."""
-        if head:
-            return self.int8_linear(weight, bias, gated=gated)
-        if isinstance(weight, Tensor) and group:
-            size = group_of(weight.shape[1], group)
-            if size is None:
-                return self.int8_linear(weight, bias, gated=gated)
-            weight = pack_weight(weight, size)
-        return self.linear(weight, bias, gated=gated)
-
     def int8_linear(
-        self, weight: AnyWeight, bias: Tensor | None = None, *, gated: bool = False, head: bool = False
+        self, weight: AnyWeight, bias: Tensor | None = None, *, gated: bool = False, **_head: bool
     ) -> "NativeInt8":
         """Make a layer that computes with 8-bit integers."""
-        del head
-        values, scales, dtype, _ = round_weight(weight)
-        return NativeInt8(self, (values, scales), bias, dtype, gated)
+        return NativeInt8(self, round_weight(weight), bias, gated)
 
 
 class NativeLinear:
     """Weight [n, k] and bias [n] in panels. `gated`: the panels of gate and up outputs are interleaved."""
 
-    def __init__(self, native: Native, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
-        self._become(native, weight.shape, weight.dtype, bias, gated)
-        self.panels = native.library.pack(weight, gated)
-
-    def _become(self, native: Native, shape: torch.Size, dtype: torch.dtype, bias: Tensor | None, gated: bool) -> None:
-        self.out_features, self.in_features = shape
+    def __init__(self, native: Native, weight: Any, bias: Tensor | None, gated: bool = False) -> None:
+        self.out_features, self.in_features = weight.shape
         self.gated = gated
-        self.dtype = dtype
+        self.dtype = weight.dtype
         self.bias = None if bias is None else bias.float().contiguous()
         self.native = native
+        self.panels = self._packed(weight)
+
+    def _packed(self, weight: Any) -> Tensor:
+        return self.native.library.pack(weight, self.gated)
 
     def op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
         """Return the layer as an operation, without its rows."""
@@ -175,99 +154,71 @@ def _padded(x: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 
 class NativeInt8(NativeLinear):
-    """A layer on integers: values [n, k] int8 and scales [n]; rows are rounded to integers in every call.
+    """A layer on a `RoundedWeight` of integers; rows are rounded to integers in every call.
 
     Twin: `engine.models.quantized.QuantizedLinear`. `kind` None selects the fastest arithmetic of the level.
     """
 
-    def __init__(
-        self,
-        native: Native,
-        weight: tuple[Tensor, Tensor],
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        gated: bool = False,
-        kind: Int8 | None = None,
-    ) -> None:
-        values, scales = weight
-        self._become(native, values.shape, dtype, bias, gated)
-        self.panels = native.library.pack_int8(values, scales, gated)
-        self._take(kind)
+    group = 0
+    """Inputs that share a scale of a 4-bit weight."""
+    row_scales = 1
+    """Floats that go with a row of integers."""
 
-    def _take(self, kind: Int8 | None) -> None:
-        self.kind = self.native.library.int8(self.native.level_for(self.dtype)) if kind is None else kind
-        self.row_scales = 1
-        """Floats that go with a row of integers."""
+    def __init__(
+        self, native: Native, weight: Any, bias: Tensor | None, gated: bool = False, kind: Int8 | None = None
+    ) -> None:
+        super().__init__(native, weight, bias, gated)
+        self.kind = native.library.int8(native.level_for(self.dtype)) if kind is None else kind
+
+    def _packed(self, weight: RoundedWeight) -> Tensor:
+        return self.native.library.pack_int8(weight.values, weight.scales, self.gated)
 
     def op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
         op = super().op(epilogue)
-        op.int8 = self.kind
+        op.int8, op.group = self.kind, self.group
         return op
 
     def quantize_op(self) -> Op:
         """Return the operation that rounds the input to integers for `op`, without its rows."""
         stride = stride_of(self.in_features)
-        return Op(kind=Kind.QUANTIZE, int8=self.kind, k=self.in_features, in_stride=stride, out_stride=stride)
+        k, group = self.in_features, self.group
+        return Op(kind=Kind.QUANTIZE, int8=self.kind, k=k, in_stride=stride, out_stride=stride, group=group)
 
     def outputs_from(self, first: int) -> "NativeInt8":
-        values, scales = self._integers()
         bias = None if self.bias is None else self.bias[first:]
-        return NativeInt8(self.native, (values[first:], scales[first:]), bias, self.dtype, kind=self.kind)
-
-    def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
-        values, scales = self._integers()
-        bias = None if self.bias is None else self.bias[first:].to(self.dtype)
-        return (values[first:].float() * scales[first:, None]).to(self.dtype), bias
-
-    def _integers(self) -> tuple[Tensor, Tensor]:
-        return self.native.library.unpack_int8(self.panels, (self.out_features, self.in_features), self.gated)
-
-
-class NativeInt4(NativeInt8):
-    """A layer on a weight of 4 bits; each group of a row's inputs is rounded to integers of 8 bits in every call.
-
-    Twin: `engine.models.quantized.Int4Linear`.
-    """
-
-    def __init__(
-        self,
-        native: Native,
-        weight: PackedWeight,
-        bias: Tensor | None,
-        gated: bool = False,
-        kind: Int8 | None = None,
-    ) -> None:
-        shape = torch.Size((len(weight.values), 2 * weight.values.shape[1]))
-        self._become(native, shape, weight.dtype, bias, gated)
-        scales = weight.scales.float()
-        top = scales.abs().amax(1)  # the largest scale of an output becomes a number between 1 and 2
-        base = torch.where(top > 0, 2.0 ** (torch.frexp(top).exponent - 1).float(), 1.0)
-        halves = (scales / base[:, None]).half()
-        self.panels = native.library.pack_int4((weight.values, halves, weight.zeros, base), gated)
-        self.group = weight.group
-        self._take(kind)
-        self.row_scales = 2 * weight.scales.shape[1]
-
-    def op(self, epilogue: Epilogue = Epilogue.PLAIN) -> Op:
-        op = super().op(epilogue)
-        op.group = self.group
-        return op
-
-    def quantize_op(self) -> Op:
-        op = super().quantize_op()
-        op.group = self.group
-        return op
-
-    def outputs_from(self, first: int) -> "NativeInt4":
-        bias = None if self.bias is None else self.bias[first:]
-        return NativeInt4(self.native, self.weight().part(first), bias, kind=self.kind)
+        return type(self)(self.native, self.weight().part(first), bias, kind=self.kind)
 
     def dense_from(self, first: int) -> tuple[Tensor, Tensor | None]:
         bias = None if self.bias is None else self.bias[first:].to(self.dtype)
         return self.weight().part(first).dense().to(self.dtype), bias
 
+    def weight(self) -> StoredWeight:
+        """Return the weight, unpacked from its panels."""
+        shape = (self.out_features, self.in_features)
+        return RoundedWeight(*self.native.library.unpack_int8(self.panels, shape, self.gated), self.dtype)
+
+
+class NativeInt4(NativeInt8):
+    """A layer on a `PackedWeight`; each group of a row's inputs is rounded to integers of 8 bits in every call.
+
+    Twin: `engine.models.quantized.Int4Linear`.
+    """
+
+    def __init__(
+        self, native: Native, weight: PackedWeight, bias: Tensor | None, gated: bool = False, kind: Int8 | None = None
+    ) -> None:
+        super().__init__(native, weight, bias, gated, kind)
+        self.group, self.row_scales = weight.group, 2 * weight.scales.shape[1]
+
+    def _packed(self, weight: PackedWeight) -> Tensor:  # type: ignore[override]
+        scales = weight.scales.float()
+        top = scales.abs().amax(1)  # the largest scale of an output becomes a number between 1 and 2
+        base = torch.where(top > 0, 2.0 ** (torch.frexp(top).exponent - 1).float(), 1.0)
+        halves = (scales / base[:, None]).half()
+        return self.native.library.pack_int4((weight.values, halves, weight.zeros, base), self.gated)
+
     def weight(self) -> PackedWeight:
         """Return the weight, unpacked from its panels; scales are float32."""
         shape = (self.out_features, self.in_features)
         values, scales, zeros, base = self.native.library.unpack_int4(self.panels, shape, self.group, self.gated)
-        return PackedWeight(values, scales.float() * base[:, None], zeros, self.dtype)
+        return PackedWeight(values, scales.float() * base[:, None], self.dtype, zeros)

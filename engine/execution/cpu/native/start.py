@@ -1,33 +1,35 @@
 """Selection of the level of the C++ library: the highest whose results for a small model agree with torch."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.api import SamplingParams
 from engine.errors import ConfigError
-from engine.execution.cpu.device import mix
+from engine.execution.cpu.device import TorchDevice, mix
 from engine.execution.cpu.native.attention import NativeAttention
-from engine.execution.cpu.native.device import NativeModel
+from engine.execution.cpu.native.device import NativeDevice
 from engine.execution.cpu.native.library import Library, StepError, Team, load
 from engine.execution.cpu.native.linear import Native
 from engine.execution.pool import UnitPool
 from engine.execution.rows import RowTable
 from engine.limits import Limits
-from engine.models.attention import PLAIN, HeadProjection, manners_of
+from engine.models.attention import PLAIN
 from engine.models.byte_cells import INTEGERS
 from engine.models.decoder import Decoder
 from engine.models.quantized import Int4Linear, make_quantized, pack_weight
 from engine.models.spec import ModelSpec, spec_from_config
-from engine.models.weights import DummyTensors, LayerWeights, ModelWeights, build_weights
+from engine.models.weights import DummyTensors, ModelWeights, build_weights
 
 logger = logging.getLogger(__name__)
 
 _LENGTH = 44  # tokens: a tile of queries, short chunks, decodes
 _CUTS = (33, 4, 1, 1, 5)
+_BLOCK = 16
+_LIMITS = Limits(1, _LENGTH, _LENGTH, 2 * -(-_LENGTH // _BLOCK), _BLOCK)
 _INT4_ERROR = 64  # allowed difference of products near 10, in units of the type's step at 1
 _INT8_ERROR = 0.03  # allowed root mean square error of logits near 1 from an 8-bit cache
 _CONFIG = {
@@ -102,10 +104,12 @@ def _test_model(native: Native, spec: ModelSpec, dtype: torch.dtype, *, int8_cac
     weights = build_weights(spec, DummyTensors(0, torch.float32, torch.device("cpu")))
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, _LENGTH)
     try:
-        logits = _by_chunks(native, spec, _typed(native, spec, dtype), ids, dtype, int8_cache)
+        decoder = Decoder(spec, _typed(native, spec, dtype))
+        cell_type = INTEGERS if int8_cache else None
+        logits = _by_chunks(NativeDevice(decoder, native, _LIMITS, cell_type=cell_type), ids)
     except (StepError, ConfigError) as problem:
         return str(problem)
-    expected = dense_logits(spec, weights, torch.from_numpy(ids))[np.cumsum(_CUTS) - 1]
+    expected = _by_chunks(TorchDevice(Decoder(spec, weights), _LIMITS), ids)
     error = float((logits - expected).square().mean().sqrt())
     allowed = 2.0 * float(torch.finfo(dtype).eps) * 8 + (_INT8_ERROR if int8_cache else 1e-5)
     return "" if error <= allowed else f"logits differ from those of torch by {error:.1e}"
@@ -113,7 +117,12 @@ def _test_model(native: Native, spec: ModelSpec, dtype: torch.dtype, *, int8_cac
 
 def _test_attention(native: Native, dtype: torch.dtype) -> str:
     """Test attention with different widths of keys and values, in the same chunks."""
-    pool, rows = _cache(2, 64, 1, dtype)
+    pool = UnitPool(
+        _LIMITS.num_units, num_layers=1, block_size=_BLOCK, num_kv_heads=2, head_dim=64, dtype=dtype,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    rows = RowTable(_LIMITS)
+    _give_blocks(rows)
     attention, generator = NativeAttention(native, pool, rows, _LENGTH), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(_LENGTH, n, d, generator=generator).to(dtype) for n, d in ((4, 64), (2, 64), (2, 32)))
     outputs, at = [], 0
@@ -157,56 +166,20 @@ def _typed(native: Native, spec: ModelSpec, dtype: torch.dtype) -> ModelWeights:
     return build_weights(spec, Rounded(0, torch.float32, torch.device("cpu")), native.linear)
 
 
-def _by_chunks(
-    native: Native, spec: ModelSpec, weights: ModelWeights, ids: np.ndarray, dtype: torch.dtype, int8_cache: bool
-) -> Tensor:
-    pool, rows = _cache(
-        spec.num_kv_heads, spec.head_dim, spec.num_layers, dtype, cell_type=INTEGERS if int8_cache else None
-    )
-    rows.tokens[0, :_LENGTH] = ids
-    model = NativeModel(native, spec, weights, pool, rows, _LENGTH)
+def _by_chunks(device: TorchDevice, ids: np.ndarray) -> Tensor:
+    _give_blocks(device.rows)
+    device.rows.tokens[0, :_LENGTH] = ids
+    device.rows.sampling.write(0, SamplingParams(1))  # by draws, for which a device returns logits
     logits, at = [], 0
-    for length in _CUTS:
-        result = model.run(np.array([[0, at, length, 1]]), logits=True)
-        assert result.logits is not None
-        logits.append(result.logits[0].clone())
-        at += length
+    with torch.inference_mode():
+        for length in _CUTS:
+            logits.append(device.forward(np.array([[0, at, length, 1]]))[0][0].clone())
+            at += length
     return torch.stack(logits)
 
 
-def _cache(
-    num_kv_heads: int, head_dim: int, num_layers: int, dtype: torch.dtype, cell_type: torch.dtype | None = None
-) -> tuple[UnitPool, RowTable]:
-    """Create a cache for one row."""
-    block_size = 16
-    blocks = -(-_LENGTH // block_size)
-    pool = UnitPool(
-        2 * blocks, num_layers=num_layers, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
-        dtype=dtype, device=torch.device("cpu"), cell_type=cell_type,
-    )  # fmt: skip
-    rows = RowTable(Limits(1, _LENGTH, _LENGTH, 2 * blocks, block_size))
+def _give_blocks(rows: RowTable) -> None:
+    """Give all units to the first row."""
+    blocks = _LIMITS.num_units // 2
     rows.num_blocks[0] = blocks
     rows.k_table[0, :blocks], rows.v_table[0, :blocks] = np.arange(blocks), np.arange(blocks) + blocks
-    return pool, rows
-
-
-def dense_logits(
-    spec: ModelSpec, weights: ModelWeights, ids: Tensor, keep: Callable[[Tensor], Tensor] = lambda cells: cells
-) -> Tensor:
-    """Return logits [length, vocab] float32. `keep` applies a cache's rounding to K and to V [length, kv_heads, d]."""
-    length = len(ids)
-    heads, decoder = HeadProjection(spec, weights), Decoder(spec, weights)
-    manners = manners_of(spec, weights.layers)
-    positions = torch.arange(length)
-    rotary, past_by = heads.rotary(positions), positions[:, None] - positions
-
-    def attend(index: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        q, k, v = heads.qkv(layer, x, rotary[index])
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, keep(k), keep(v)))
-        hidden = (past_by < 0) | (past_by >= (manners[index].window or length))
-        bias = torch.zeros(past_by.shape, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
-        mixed = mix(q, k, v, bias[None, None], manners[index])
-        return mixed.squeeze(0).transpose(0, 1).reshape(length, -1)
-
-    with torch.inference_mode():
-        return decoder.logits(decoder.run(decoder.embed(ids, positions), attend)).float()

@@ -6,7 +6,7 @@ its first linear layer.
 A model's weights for the operations of a tape: packed layers, and addresses of float constants.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,44 +20,11 @@ from engine.execution.rows import RowTable
 from engine.models.linear import Linear
 from engine.models.spec import ModelSpec
 from engine.models.torch_ops import attention_scaling, inverse_frequencies
-from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale
-
-
-@dataclass(frozen=True, slots=True)
-class NativeNorm:
-    """Addresses of float weight [H], and bias [H] for a layer norm."""
-
-    weight: int
-    bias: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class NativeLayer:
-    """One decoder layer.
-
-    `qk_norm` is the address of floats [heads + kv_heads, head_dim].
-    """
-
-    input_norm: NativeNorm
-    qkv: NativeLinear
-    qk_norm: int | None
-    out: NativeLinear
-    post_norm: NativeNorm
-    up: NativeLinear
-    down: NativeLinear
-    branch_norms: tuple[NativeNorm, NativeNorm] | None
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRope:
-    """Rotary embedding of layers with a window: address of floats [rotary_dim / 2], and the factor of cos and sin."""
-
-    frequencies: int
-    scaling: float
+from engine.models.weights import LayerWeights, ModelWeights, Norm, embedding_scale, matrices
 
 
 class NativeWeights:
-    """Weights of a model with the `kept` layers.
+    """Weights of a model with the `kept` layers, whose matrices are packed and whose norms are float32.
 
     Layers that are not packed are packed here, in addition to torch's copy. Streamed layers must be packed; the
     addresses of their matrices are valid only inside `LayerSource.use`.
@@ -67,35 +34,29 @@ class NativeWeights:
         for index in weights.layers.streamed:
             assert isinstance(weights.layers[index].qkv, NativeLinear), "streamed layers must be packed by this library"
         self._native = native
-        self._constants: list[Tensor] = []
         self.embedding = weights.embedding.contiguous()
         self.embedding_scale = embedding_scale(spec, weights.embedding.dtype)
-        self.local_rope: LocalRope | None = None
-        if spec.local_rope is not None:
-            frequencies = self._constant(inverse_frequencies(spec.local_rope))
-            self.local_rope = LocalRope(frequencies, attention_scaling(spec.local_rope))
+        self.local_frequencies = None if spec.local_rope is None else inverse_frequencies(spec.local_rope).contiguous()
         self.positions = weights.positions
-        self.layers = {index: self._layer(weights.layers[index], spec.gated_mlp) for index in kept}
-        self.final_norm = self._norm(weights.final_norm)
+        self.layers = {index: self._layer(weights.layers[index], spec.family.gated_mlp) for index in kept}
+        self.final_norm = _floats(weights.final_norm)
         self.head = self._linear(weights.head)
-        every = (
-            self.head,
-            *(each for layer in self.layers.values() for each in (layer.qkv, layer.out, layer.up, layer.down)),
-        )
+        every = (self.head, *(each for layer in self.layers.values() for each in matrices(layer)))
         self.row_scales = max((each.row_scales for each in every if isinstance(each, NativeInt8)), default=0)
         """Most floats that go with a row of integers; 0 without layers on integers."""
 
-    def _layer(self, layer: LayerWeights, gated: bool) -> NativeLayer:
+    def _layer(self, layer: LayerWeights, gated: bool) -> LayerWeights:
         after = layer.branch_norms
-        return NativeLayer(
-            input_norm=self._norm(layer.input_norm),
+        return replace(
+            layer,
+            input_norm=_floats(layer.input_norm),
             qkv=self._linear(layer.qkv),
-            qk_norm=None if layer.qk_norm is None else self._constant(layer.qk_norm),
+            qk_norm=None if layer.qk_norm is None else layer.qk_norm.float().contiguous(),
             out=self._linear(layer.out),
-            post_norm=self._norm(layer.post_norm),
+            post_norm=_floats(layer.post_norm),
             up=self._linear(layer.up, gated),
             down=self._linear(layer.down),
-            branch_norms=None if after is None else (self._norm(after[0]), self._norm(after[1])),
+            branch_norms=None if after is None else (_floats(after[0]), _floats(after[1])),
         )
 
     def _linear(self, layer: Linear, gated: bool = False) -> NativeLinear:
@@ -103,12 +64,14 @@ class NativeWeights:
             return layer
         return NativeLinear(self._native, *layer.dense_from(0), gated)
 
-    def _norm(self, norm: Norm) -> NativeNorm:
-        return NativeNorm(self._constant(norm.weight), None if norm.bias is None else self._constant(norm.bias))
 
-    def _constant(self, values: Tensor) -> int:
-        self._constants.append(values.float().contiguous())
-        return self._constants[-1].data_ptr()
+def _floats(norm: Norm) -> Norm:
+    weight, bias = norm.weight, norm.bias
+    return Norm(weight.float().contiguous(), None if bias is None else bias.float().contiguous())
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 _ACTIVATIONS = {
@@ -130,7 +93,7 @@ class Buffers:
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, tokens: int, samples: int, *, row_scales: int, adapted: bool = False
     ) -> None:
-        def rows(width: int, count: int = tokens) -> torch.Tensor:
+        def rows(width: int, count: int = tokens) -> Tensor:
             return torch.zeros(rows_for(count), stride_of(width), dtype=dtype)
 
         hidden = spec.hidden_size
@@ -139,7 +102,7 @@ class Buffers:
         self.qkv = rows(spec.q_size + 2 * spec.kv_size)
         self.attended = rows(spec.q_size)
         self.inner = rows(spec.intermediate_size)
-        self.up = rows(spec.intermediate_size * (1 + spec.gated_mlp)) if adapted else None
+        self.up = rows(spec.intermediate_size * (1 + spec.family.gated_mlp)) if adapted else None
         self.last = rows(hidden, samples)
         widest = max(hidden, spec.q_size, spec.intermediate_size)  # integer rows have the strides of their float rows
         count = max(rows_for(tokens), rows_for(samples)) if row_scales else 0
@@ -192,9 +155,9 @@ class _Composer:
         at, ops, layers = self._at, [self._embed()], []
         if at.angles is not None:
             ops.append(Op(kind=Kind.ANGLES, out=at.angles.data_ptr()))
-        if at.local_angles is not None and (local := self._weights.local_rope) is not None:
-            out = at.local_angles.data_ptr()
-            ops.append(Op(kind=Kind.ANGLES, out=out, input=local.frequencies, scale=local.scaling))
+        if (local := self._spec.local_rope) is not None:
+            source, out = _address(self._weights.local_frequencies), _address(at.local_angles)
+            ops.append(Op(kind=Kind.ANGLES, out=out, input=source, scale=attention_scaling(local)))
         last_index = max(self._weights.layers)
         for index, layer in self._weights.layers.items():
             first = len(ops)
@@ -210,25 +173,24 @@ class _Composer:
         return Composed(ops, layers)
 
     def _embed(self) -> Op:
-        positions = self._weights.positions
         return Op(
             kind=Kind.EMBED,
             weight=self._weights.embedding.data_ptr(),
-            other=None if positions is None else positions.data_ptr(),
-            n=self._spec.position_offset or 0,
+            other=_address(self._weights.positions),
+            n=self._spec.family.position_offset or 0,
             out=self._at.x.data_ptr(),
             out_stride=self._at.x.stride(0),
             scale=self._weights.embedding_scale or 0.0,
         )
 
-    def _attention(self, index: int, layer: NativeLayer, sampled: Buffers | None) -> list[Op]:
+    def _attention(self, index: int, layer: LayerWeights, sampled: Buffers | None) -> list[Op]:
         """Compose attention; with `sampled`, continue with the sampled tokens in these buffers."""
         at, spec = self._at, self._spec
         qkv, attended = at.qkv.data_ptr(), at.attended.data_ptr()
         place = index - min(self._weights.layers)  # index of its slices in a unit
-        rope = Op(kind=Kind.ROPE_KV, layer=place, weight=layer.qk_norm, out=qkv, out_stride=at.qkv.stride(0))
+        rope = Op(kind=Kind.ROPE_KV, layer=place, weight=_address(layer.qk_norm), out=qkv, out_stride=at.qkv.stride(0))
         angles = at.local_angles if spec.rope_of(index) is spec.local_rope else at.angles
-        rope.input, rope.eps = None if angles is None else angles.data_ptr(), spec.norm_eps
+        rope.input, rope.eps = _address(angles), spec.norm_eps
         attend = Op(kind=Kind.ATTEND, layer=place, input=qkv, in_stride=at.qkv.stride(0), out=attended)
         attend.n, attend.softcap = spec.window_of(index) or 0, spec.softcap or 0.0
         merge = Op(kind=Kind.MERGE, layer=place, out=attended)
@@ -246,7 +208,7 @@ class _Composer:
             at = self._at = sampled
         return [*ops, *self._linear(layer.out, at.attended, at.delta), *self._branch_norm(layer, 0)]
 
-    def _mlp(self, layer: NativeLayer) -> list[Op]:
+    def _mlp(self, layer: LayerWeights) -> list[Op]:
         """Compose the MLP; the next norm adds its result, instead of that of attention or in addition to it."""
         at, spec = self._at, self._spec
         result = at.delta if at.other is None else at.other
@@ -259,7 +221,7 @@ class _Composer:
             up = self._linear(layer.up, at.normed, at.inner, _ACTIVATIONS[spec.activation])
         return [norm, *up, *self._linear(layer.down, at.inner, result), *self._branch_norm(layer, 1)]
 
-    def _branch_norm(self, layer: NativeLayer, which: int) -> list[Op]:
+    def _branch_norm(self, layer: LayerWeights, which: int) -> list[Op]:
         """Compose the norm of a branch, in place, if the family has one."""
         if layer.branch_norms is None:
             return []
@@ -267,7 +229,7 @@ class _Composer:
         norm.residual, norm.in_stride = delta.data_ptr(), delta.stride(0)
         return [norm]
 
-    def _norm(self, norm: NativeNorm, out: torch.Tensor, *, added: bool) -> Op:
+    def _norm(self, norm: Norm, out: Tensor, *, added: bool) -> Op:
         at = self._at
         return Op(
             kind=Kind.NORM,
@@ -275,26 +237,21 @@ class _Composer:
             in_stride=at.x.stride(0),
             out_stride=out.stride(0),
             input=at.delta.data_ptr() if added else None,
-            other=at.other.data_ptr() if added and at.other is not None else None,
-            weight=norm.weight,
-            bias=norm.bias,
+            other=_address(at.other) if added else None,
+            weight=norm.weight.data_ptr(),
+            bias=_address(norm.bias),
             out=out.data_ptr(),
             residual=at.x.data_ptr(),
             eps=self._spec.norm_eps,
             sampled=self._alone,
         )
 
-    def _linear(
-        self,
-        layer: NativeLinear,
-        rows: torch.Tensor,
-        out: torch.Tensor | None,
-        epilogue: Epilogue = Epilogue.PLAIN,
-    ) -> list[Op]:
+    def _linear(self, layer: Linear, rows: Tensor, out: Tensor | None, epilogue: Epilogue = Epilogue.PLAIN) -> list[Op]:
+        assert isinstance(layer, NativeLinear), "layers of a tape are packed"
         op = layer.op(epilogue)
         assert op.in_stride == rows.stride(0) and (out is None or op.out_stride == out.stride(0))
         op.input = rows.data_ptr()
-        op.out = None if out is None else out.data_ptr()
+        op.out = _address(out)
         op.sampled = self._alone
         if not isinstance(layer, NativeInt8):
             return [op]
@@ -306,7 +263,7 @@ class _Composer:
         return [integers, op]
 
 
-def _gather(rows: torch.Tensor, sampled: torch.Tensor, width: int) -> Op:
+def _gather(rows: Tensor, sampled: Tensor, width: int) -> Op:
     """Copy the rows of sampled tokens."""
     op = Op(kind=Kind.GATHER, n=width, in_stride=rows.stride(0), out_stride=sampled.stride(0))
     op.input, op.out = rows.data_ptr(), sampled.data_ptr()
