@@ -52,6 +52,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TINY:
         monkeypatch.setitem(live.CONFIG, name, TINY[name])
     monkeypatch.setattr(loads, "LEARNING", 2.0)
+    monkeypatch.setattr(loads, "JOB_TOKENS_PER_SECOND", 100_000)  # the tiny model has 30,000 tokens/s
 
 
 def run(*words: str) -> None:
