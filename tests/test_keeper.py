@@ -11,7 +11,7 @@ from fakes.runner import features_of
 from windows import poisson_window
 
 from engine.api import FinishReason, RequestClass, RequestOutput, RequestTimes
-from engine.colocation.keeper import LEAD_IN, MIN_OFFLINE, Colocation, replay_alone, workload_of
+from engine.colocation.keeper import MIN_OFFLINE, Colocation, replay_alone, workload_of
 from engine.colocation.replay import (
     TOLERANCE_SHARE,
     ReplayedServer,
@@ -142,7 +142,7 @@ def test_a_tolerance_is_judged_against_the_same_requests_alone() -> None:
     assert len(window) == 60 and all(counted)
     aggregates, own = replay_alone(workload_of(window), server, counted)
     assert aggregates["tbt_mean"] == pytest.approx(0.0081, rel=0.02)
-    assert keeper.recent.num_new == 60 and keeper.stats(61.0).breaker_openings == 0
+    assert keeper.recent.num_new(61.0) == 60 and keeper.stats(61.0).breaker_openings == 0
     keeper.set_baseline(aggregates, own, 61.0)
     stats = keeper.stats(61.0)
     assert stats.breaker == "open" and stats.breaker_cause == "tbt_mean"
@@ -150,7 +150,7 @@ def test_a_tolerance_is_judged_against_the_same_requests_alone() -> None:
     assert shown["tbt_mean=20%"].bound == pytest.approx(1.2 * aggregates["tbt_mean"])
     assert shown["tbt_mean=20%"].value > shown["tbt_mean=20%"].bound
     assert shown["ttft_mean=50%"].value < shown["ttft_mean=50%"].bound
-    assert keeper.recent.num_new == 0, "no request is compared twice"
+    assert keeper.recent.num_new(61.0) == 0, "no request is compared twice"
 
 
 def test_chats_alone_calibrate_a_baseline_that_is_too_slow() -> None:
@@ -166,7 +166,10 @@ def test_chats_alone_calibrate_a_baseline_that_is_too_slow() -> None:
     stats = keeper.stats(121.0)
     assert stats.objectives[0].bound == pytest.approx(1.05 * gap, rel=0.02)
     assert stats.breaker == "open" and stats.breaker_cause == "tbt_mean"
-    assert keeper.recent.num_new == LEAD_IN, "the chats of the lead-in are not compared"
+    assert keeper.recent.num_new(121.0) == 0, "the chats of the lead-in need no baseline of their own"
+    live(keeper, "later", 0.0095, [gap], 130.0)
+    assert keeper.recent.num_new(131.0) == 1
+    assert keeper.recent.num_new(1000.0) == 0, "too old for a window"
 
 
 def test_what_a_tolerance_allows_opens_nothing() -> None:

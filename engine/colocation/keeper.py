@@ -42,7 +42,7 @@ class _Recent:
 
     Attributes:
         served: Its latencies; None if it was refused or aborted and only counts as load.
-        compared: It was already compared with a baseline.
+        compared: A baseline has covered it.
     """
 
     arrival: OnlineArrival
@@ -61,10 +61,10 @@ class RecentRequests:
     def add(self, arrival: OnlineArrival, served: Served | None, beside_offline: bool) -> None:
         self._ended.append(_Recent(arrival, served, beside_offline))
 
-    @property
-    def num_new(self) -> int:
-        """Return the number of requests that were not compared with a baseline yet."""
-        return sum(not r.compared and _is_compared(r.served) for r in self._ended)
+    def num_new(self, now: float) -> int:
+        """Return the number of requests of the next window that no baseline has covered yet."""
+        fresh = (r for r in self._ended if not r.compared and r.arrival.at > now - MAX_AGE)
+        return sum(_is_compared(recent.served) for recent in fresh)
 
     def window(self, running: Iterable[OnlineArrival], now: float) -> tuple[list[OnlineArrival], list[bool]]:
         """Return the requests to replay, by arrival, and whether each one is compared. `compare` uses the same window.
@@ -79,7 +79,7 @@ class RecentRequests:
         return [recent.arrival for recent in self._window], counted
 
     def pace(self, own: Sequence[tuple[float, float] | None]) -> float | None:
-        """Return measured ÷ replayed gaps of the window's requests without offline work; None if MIN_ALONE had none.
+        """Return measured ÷ replayed gaps of the window's requests without offline work; None for fewer than MIN_ALONE.
 
         `own`: the replayed (TTFT, mean gap) of each request.
         """
@@ -96,11 +96,9 @@ class RecentRequests:
     ) -> Iterator[tuple[float, dict[str, float]]]:
         """Yield (arrival, excess by key) of every request beside offline work that was not compared before."""
         for recent, alone in zip(self._window, own, strict=True):
-            served = recent.served
-            if alone is None or served is None or recent.compared:
-                continue
+            served, is_new = recent.served, not recent.compared
             recent.compared = True
-            if not recent.beside_offline:
+            if alone is None or served is None or not is_new or not recent.beside_offline:
                 continue
             excesses = {o.key: excess_over(o, served, aggregates, alone) for o in slo.objectives}
             yield recent.arrival.at, {key: value for key, value in excesses.items() if value is not None}

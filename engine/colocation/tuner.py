@@ -124,7 +124,7 @@ class BudgetTuner:
             self._looked_at = now
             self._changed.set()
             due = now - self._compared_at >= BASELINE_SECONDS and self._colocation.has_offline(now, OFFLINE_SECONDS)
-            if due and self._colocation.recent.num_new >= MIN_COMPARED:
+            if due and self._colocation.recent.num_new(now) >= MIN_COMPARED:
                 self._compare.set()
 
     async def _tune(self) -> None:
@@ -276,6 +276,8 @@ class BudgetTuner:
             self._compare.clear()
             self._compared_at = self._clock()
             window, counted = self._colocation.window(self._clock())
+            if not window:  # the requests became too old while the last baseline waited for a core
+                continue
             try:
                 aggregates, own = await self._child(replay_alone, workload_of(window), self._live_server(), counted)
                 self._colocation.set_baseline(aggregates, own, self._clock())
