@@ -54,7 +54,7 @@ async def run_here(plan: Plan, begin: Callable[[float], None] = lambda _epoch: N
 
 
 def _receive(connection: Connection) -> Any:
-    """Return what the process sends next. Raise ServerError if it has ended."""
+    """Return the next message of the process. Raise ServerError if it has ended."""
     try:
         return connection.recv()
     except EOFError:

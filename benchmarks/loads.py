@@ -152,7 +152,7 @@ def run_alone(
     learning: float | None = None,
     **settings: Any,
 ) -> Run:
-    """Run one arm on a server of its own, so that no arm changes another, after `learning` seconds of the load."""
+    """Run one arm on the server that `serve` yields, after `learning` seconds of the load."""
     with serve() as url:
         learn(url, rate, learning, **settings)
         return asyncio.run(run_arm(url, arrivals, seconds, tier, seed, **settings))

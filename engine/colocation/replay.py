@@ -106,7 +106,8 @@ def _request(name: str, salt: int, lengths: Lengths, request_class: RequestClass
 class ReplayedServer:
     """The replayed server: its configuration, SLO and step times.
 
-    `noise`: of real steps. Steps draw from their regime, so that the core keeps the margins of the live server.
+    `noise`: measured ÷ predicted times of real steps. Steps draw from their regime, so that the core keeps the margins
+    of the live server.
     `drafts`: outcomes of the server's drafts; None: it drafts nothing.
     """
 

@@ -385,7 +385,7 @@ class Layout:
     """Chunks and tokens of a step in the order of the model.
 
     Attributes:
-        chunks: [n, 4] (row, start, length, sample), of which `rows`, `starts` and `lengths` [n] are columns.
+        chunks: [n, 4] (row, start, length, sample); `rows`, `starts` and `lengths` [n] are its columns.
         firsts: [n], index of a chunk's first token among the T tokens.
         token_rows: [T], row of each token.
         positions: [T], position of each token.

@@ -477,7 +477,7 @@ class FileContent(StreamingResponse):
             self.close()
 
     def close(self) -> None:
-        """Close the file, and drop what was read ahead: the pieces refer back to this object, and a thread to it."""
+        """Close the file, and drop the pieces that were read ahead, which refer back to this object."""
         self._pieces.close()
         del self.body_iterator
         self._first = b""

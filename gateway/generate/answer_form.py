@@ -90,7 +90,7 @@ def _from_format(given: ResponseFormat | None) -> Iterator[Grammar]:
 
 
 def _from_fields(body: GenerationBody) -> Iterator[Grammar]:
-    """Yield the forms in vLLM's fields, of which `guided_*` are the older ones."""
+    """Yield the forms in vLLM's fields; the `guided_*` fields are the older ones."""
     if (given := body.structured_outputs) is not None:
         values = {
             "json": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar,
